@@ -21,7 +21,7 @@ from eval.options import EXAMPLE
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.provenance import provenance
-from triton_ops.copies import KINDS, LONGEST, copy_drafts, parts
+from triton_ops.copies import KINDS, copy_drafts, parts
 
 ROOT, BATCH = EXAMPLE.parent.parent, 16
 LARGEST = 20_000  # bytes of a file
@@ -58,14 +58,14 @@ def turns(path: Path, count: int) -> Iterator[tuple[str, str]]:
 
 @torch.no_grad()
 def followed(texts: list[Text], drafts: int) -> Iterator[tuple[int, int]]:
-    """The length of the match, and the accepted copies, of every round of every text."""
+    """The kind of match, and the accepted copies, of every round of every text."""
     size = 1 << max(len(prompt) + len(answer) for prompt, answer in texts).bit_length()
     history = torch.full((len(texts), size), -1, dtype=torch.int32)
     for row, (prompt, _) in zip(history, texts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     rows = torch.full((len(texts), 2 * drafts + 1), -1)
     rows[:, -1] = 0
-    counts, totals = torch.zeros(2, KINDS, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    counts = torch.zeros(2, KINDS, 2, dtype=torch.int32)
     # The last token of a prompt is the first anchor: it is committed by a round of its own.
     ends = [len(prompt) - 1 for prompt, _ in texts]
     whole = [prompt + answer for prompt, answer in texts]
@@ -75,14 +75,13 @@ def followed(texts: list[Text], drafts: int) -> Iterator[tuple[int, int]]:
         lengths = torch.tensor([accepted[i] + 1 for i in running], dtype=torch.int32)
         new = [whole[i][ends[i] : ends[i] + drafts + 1] for i in running]
         tokens = torch.tensor([one + [0] * (drafts + 1 - len(one)) for one in new])
-        batch, none = rows[: len(running)].clone(), torch.zeros(len(running), 0, dtype=torch.int64)
+        batch, none = rows[: len(running)], torch.zeros(len(running), 0, dtype=torch.int64)
         given = torch.tensor(running), torch.tensor([ends[i] - 1 for i in running]), tokens
         greedy = torch.ones(len(running), dtype=torch.int32)
-        vocabulary = 1 << 30
-        copy_drafts(history, *given, lengths, none, greedy, batch, counts, totals, vocabulary)
-        copies, _, matches = (part.tolist() for part in parts(batch))
+        copy_drafts(history, *given, lengths, none, greedy, batch, counts, 1 << 30)
+        copies, _, kinds = (part.tolist() for part in parts(batch))
         still = []
-        for i, copy, match in zip(running, copies, matches, strict=True):
+        for i, copy, kind in zip(running, copies, kinds, strict=True):
             ends[i] += accepted[i] + 1
             left = whole[i][ends[i] :]
             if not left:
@@ -90,20 +89,20 @@ def followed(texts: list[Text], drafts: int) -> Iterator[tuple[int, int]]:
             right = (a == b for a, b in zip(copy, left, strict=False))
             accepted[i] = next((k for k, same in enumerate(right) if not same), len(left))
             accepted[i] = min(accepted[i], drafts, len(left) - 1)
-            yield match, accepted[i]
+            yield kind, accepted[i]
             still.append(i)
         running = still
 
 
 def measured(texts: list[Text], drafts: int) -> dict[str, Any]:
-    """Accept length, and how copies of the longest and of the shortest matches fare."""
+    """Accept length, and how copies of every kind of match fare."""
     texts = sorted((t for t in texts if t[0] and t[1]), key=lambda t: len(t[0]) + len(t[1]))
     rounds = []
     for i in range(0, len(texts), BATCH):
         rounds += followed(texts[i : i + BATCH], drafts)
 
-    def of(*lengths: int) -> dict[str, float]:
-        accepted = [n for match, n in rounds if match in lengths]
+    def of(kind: int) -> dict[str, float]:
+        accepted = [n for found, n in rounds if found == kind]
         some = max(len(accepted), 1)
         return {
             "rounds": len(accepted) / len(rounds),
@@ -113,7 +112,7 @@ def measured(texts: list[Text], drafts: int) -> dict[str, Any]:
 
     tokens = sum(len(answer) for _, answer in texts)
     tau = sum(n + 1 for _, n in rounds) / len(rounds)
-    kinds = {f"matches of {LONGEST}": of(LONGEST), "matches of 3 and 4": of(3, 4)}
+    kinds = {f"matches of {4 * k - 1} tokens and more": of(k) for k in range(1, KINDS)}
     return {"texts": len(texts), "tokens": tokens, "accept length": tau, **kinds}
 
 

@@ -1,9 +1,9 @@
 """Copy drafts at the end of a round: one program per request judges, appends and matches.
 
-One launch replaces about 60 torch operations, and copies of ``[bs, H]``, of the reference in
+One launch replaces about 60 torch operations, and temporaries of ``[bs, H]``, of the reference in
 :mod:`triton_ops.copies`, which describes the arguments. A program reads the H tokens of its request
-once, more where a token equals the last one. It reads no entry of ``history`` that it writes: what
-is new comes from ``tokens``.
+once, and again around every token that equals the last one. It reads no entry of ``history`` that
+it writes: what is new comes from ``tokens``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton_ops import copies as reference
 
 _SHORTEST, _LONGEST = tl.constexpr(reference.SHORTEST), tl.constexpr(reference.LONGEST)
 _KINDS = tl.constexpr(reference.KINDS)
-_PRIOR, _DRAFTER_PRIOR = tl.constexpr(reference.PRIOR), tl.constexpr(reference.DRAFTER_PRIOR)
+_AGAINST, _HEADSTART = tl.constexpr(reference.AGAINST), tl.constexpr(reference.HEADSTART)
 _TILE, _WARPS = 2048, 16
 # fmt: off
 _PER_BATCH = [
@@ -27,12 +27,11 @@ _PER_BATCH = [
 
 
 @triton.jit
-def copy_share(m, top_k, counts_ptr):
-    """Return ``s`` of a match, as ``triton_ops.copies.copy_shares``."""
-    kind = tl.where(top_k > 1, _KINDS, 0) + (m + 1) // 4
-    right = tl.load(counts_ptr + 2 * kind).to(tl.float32) + _PRIOR
-    both = right + (tl.load(counts_ptr + 2 * kind + 1).to(tl.float32) + _DRAFTER_PRIOR)
-    return tl.where(m > 0, tl.div_rn(right, both), 0.0)
+def copy_weight(kind, top_k, counts_ptr):
+    """Return ``w`` of a kind of match, as ``triton_ops.copies.copy_weights``."""
+    counts_ptr += 2 * (tl.where(top_k > 1, _KINDS, 0) + kind)
+    right, first_right = tl.load(counts_ptr).to(tl.float32), tl.load(counts_ptr + 1).to(tl.float32)
+    return tl.where(kind > 0, tl.div_rn(right, right + (_AGAINST * first_right + _HEADSTART)), 0.0)
 
 
 @triton.jit
@@ -48,9 +47,8 @@ def _token(history_ptr, tokens_ptr, p, inside, anchor, size, vocabulary):
 @triton.jit(do_not_specialize=_PER_BATCH)
 def _copy_kernel(
     history_ptr, slots_ptr, positions_ptr, tokens_ptr, lengths_ptr, drafts_ptr, top_ks_ptr,
-    rows_ptr, counts_ptr, totals_ptr, matches_ptr, position_stride, token_stride, draft_stride,
-    size, vocabulary, DRAFTS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    rows_ptr, counts_ptr, result_ptr, position_stride, token_stride, draft_stride, size,
+    vocabulary, DRAFTS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):
     # fmt: on
     b = tl.program_id(0).to(tl.int64)
@@ -66,22 +64,20 @@ def _copy_kernel(
                     vocabulary)  # fmt: skip
 
     copies = tl.load(rows_ptr + order, mask=order < DRAFTS, other=-1)
-    likeliest = tl.load(rows_ptr + D + order, mask=order < DRAFTS, other=-1)
+    firsts = tl.load(rows_ptr + D + order, mask=order < DRAFTS, other=-1)
     is_right = (copies >= 0) & (tokens == copies)
     right = tl.min(tl.where(is_right, ROWS, order), 0)
-    # That of the drafter can be right where the copy is wrong.
-    is_drafters = (order == right) & (copies >= 0) & (tokens >= 0) & (tokens == likeliest)
-    copy_right = tl.sum(((order < right) & (copies != likeliest)).to(tl.int32), 0)
-    drafter_right = tl.sum(is_drafters.to(tl.int32), 0)
-    kind = tl.where(top_k > 1, _KINDS, 0) + (tl.load(rows_ptr + 2 * D) + 1) // 4
-    if copy_right + drafter_right > 0:
+    # Only at the first wrong copy can the drafter's choice be right instead.
+    is_first = (order == right) & (copies >= 0) & (tokens == firsts)
+    copy_right = tl.sum(((order < right) & (copies != firsts)).to(tl.int32), 0)
+    first_right = tl.sum(is_first.to(tl.int32), 0)
+    kind = tl.where(top_k > 1, _KINDS, 0) + tl.load(rows_ptr + 2 * D)
+    if copy_right + first_right > 0:
         tl.atomic_add(counts_ptr + 2 * kind, copy_right)
-        tl.atomic_add(counts_ptr + 2 * kind + 1, drafter_right)
+        tl.atomic_add(counts_ptr + 2 * kind + 1, first_right)
     drafts = tl.load(drafts_ptr + b * draft_stride + order, mask=order < DRAFTS, other=-2)
     followed = tl.min(tl.where((copies >= 0) & (drafts == copies), ROWS, order), 0)
-    if followed > 0:
-        tl.atomic_add(totals_ptr, followed.to(tl.int64))
-        tl.atomic_add(totals_ptr + 1, tl.minimum(followed, length - 1).to(tl.int64))
+    tl.store(result_ptr + 2 * b + 1, followed.to(tl.int64))
 
     tl.store(history_ptr + (anchor + 1 + order) % size, tokens.to(tl.int32), mask=committed)
 
@@ -89,8 +85,8 @@ def _copy_kernel(
     index = tl.arange(0, TILE)
     last = _token(history_ptr, tokens_ptr, end, end >= 0, anchor, size, vocabulary)
     best = tl.full([], 0, tl.int64)
-    for first in range(earliest, end, TILE):
-        here = first + index
+    for tile in range(earliest, end, TILE):
+        here = tile + index
         same = here < end
         same &= (_token(history_ptr, tokens_ptr, here, same, anchor, size, vocabulary) == last)
         same &= last >= 0
@@ -112,8 +108,8 @@ def _copy_kernel(
     copied = _token(history_ptr, tokens_ptr, p, (best > 0) & (order < D), anchor, size, vocabulary)
     tl.debug_barrier()  # all threads have read what is overwritten
     tl.store(rows_ptr + order, copied, mask=order < D)
-    tl.store(rows_ptr + 2 * D, best >> 32)
-    tl.store(matches_ptr + b, best >> 32)
+    tl.store(rows_ptr + 2 * D, ((best >> 32) + 1) // 4)
+    tl.store(result_ptr + 2 * b, ((best >> 32) + 1) // 4)
 
 
 def launch(
@@ -126,17 +122,15 @@ def launch(
     top_ks: torch.Tensor,
     rows: torch.Tensor,
     counts: torch.Tensor,
-    totals: torch.Tensor,
     vocabulary: int,
 ) -> torch.Tensor:
     """As ``triton_ops.copies.copy_drafts_reference``."""
-    bs, n = len(rows), rows.shape[1] // 2
-    matches = rows.new_empty(bs)
+    bs, n = len(lengths), rows.shape[1] // 2
+    result = rows.new_empty(bs, 2)
     if bs == 0:
-        return matches
+        return result
     _copy_kernel[(bs,)](
-        *(history, slots, positions, tokens, lengths, drafts, top_ks, rows, counts, totals),
-        matches,
+        *(history, slots, positions, tokens, lengths, drafts, top_ks, rows, counts, result),
         positions.stride(0),
         tokens.stride(0),
         drafts.stride(0),
@@ -148,4 +142,4 @@ def launch(
         TILE=_TILE,
         num_warps=_WARPS,
     )
-    return matches
+    return result

@@ -8,7 +8,7 @@ rank r of the dependency head, V vocabulary:
     s      = scores + sum_j (A[x_{k-1}, j] * gates[j]) * B[ids, j]       # fp32; x_0 the anchor
     s      = penalties, end tokens and bias at the candidates            # fp32, every step rounded
     q_k    = filter(softmax(s / (T t)))                                  # fp32
-    q_k    = (1 - s) q_k + s [copy_k]                                    # while x follows the copy
+    q_k    = (1 - w) q_k + w [copy_k]                                    # while x follows the copy
     x_k    = ids[argmax_c(g(seed, position_k, ids_c) + log q_k[c])]      # fp64, first among ties
 
 Sums over r, K and the sorted candidates run in another order than torch's, so ``s`` with a head and
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_ops.copy_kernel import copy_share
+from triton_ops.copy_kernel import copy_weight
 from triton_ops.distribution_kernel import draft_distribution, drawn, first_largest
 from triton_ops.gumbel_kernel import block_seed, divided, noise, row_hash
 
@@ -102,12 +102,11 @@ def _propose_kernel(
     argmax = (t <= 0) | (top_k <= 1)
     temperature = tl.where(argmax, 1.0, tl.load(temperatures_ptr + b) * t)
     previous = tl.load(block_ptr + b * block_stride)
-    follows, copy, share = b < 0, previous, 0.0
-    if copies_ptr is not None:
+    w = 0.0
+    if copies_ptr is not None:  # a row: copies, first choices, the kind of match
         copies_ptr += b * copy_stride
-        match = tl.load(copies_ptr + copy_stride - 1)
-        follows, share = match > 0, copy_share(match, top_k, copy_counts_ptr)
-        share = tl.where(argmax, tl.where(share > 0.5, 1.0, 0.0), share)  # stays one-hot
+        w = copy_weight(tl.load(copies_ptr + copy_stride - 1), top_k, copy_counts_ptr)
+        w = tl.where(argmax, tl.where(w > 0.5, 1.0, 0.0), w)  # q stays one-hot
     for k in range(D):
         row = b * D + k
         ids = tl.load(ids_ptr + row * K + index, mask=inside, other=0)
@@ -141,20 +140,19 @@ def _propose_kernel(
             first = tl.sum(tl.where(index == choice, ids, 0), 0)
             tl.store(copies_ptr + copy_stride // 2 + k, first)
             copy = tl.load(copies_ptr + k)
-            follows &= copy >= 0
             place = tl.min(tl.where(ids == copy, index, K - 1), 0)
-            # The likeliest token does not make room.
-            room = (place != choice) & (copy != first)
-            if follows & room & (share > 0):
+            # The likeliest candidate is replaced where q is one-hot alone.
+            if (copy >= 0) & ((place != choice) | argmax) & (w > 0):
                 ids = tl.where(index == place, copy, ids)
-                q = (1.0 - share) * q + tl.where(index == place, share, 0.0)
+                q = (1.0 - w) * q + tl.where(index == place, w, 0.0)
                 choice = tl.where(argmax, place, choice)
             tl.store(drafted_ids_ptr + row * K + index, ids, mask=inside)
         if argmax == 0:
             g = noise(row_hash(seed, position), ids.to(tl.uint32))
             choice = drawn(q, g, index, WIDTH)
         previous = tl.sum(tl.where(index == choice, ids, 0), 0)
-        follows &= previous == copy
+        if copies_ptr is not None:
+            w = tl.where(previous == copy, w, 0.0)
         drafted = tl.where(order == k, previous, drafted)
         tl.store(tokens_ptr + row, previous)
         tl.store(choice_ptr + row, choice.to(tl.int64))
@@ -173,11 +171,9 @@ def _greedy_kernel(
     index = tl.arange(0, WIDTH)
     inside = index < K
     previous = tl.load(anchors_ptr + b * anchor_stride)
-    follows = b < 0
     if copies_ptr is not None:
         copies_ptr += b * copy_stride
-        match = tl.load(copies_ptr + copy_stride - 1)
-        follows = (match > 0) & (copy_share(match, 1, copy_counts_ptr) > 0.5)
+        follows = copy_weight(tl.load(copies_ptr + copy_stride - 1), 1, copy_counts_ptr) > 0.5
     for k in range(D):
         row = b * D + k
         ids = tl.load(ids_ptr + row * K + index, mask=inside, other=0)

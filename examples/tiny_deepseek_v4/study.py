@@ -32,7 +32,7 @@ from exchange_prompts import BENCHMARK_SEED
 from exchanges import KINDS, in_turn
 from own_answers import TARGET, write_answers
 from sglang_hyperdflash.cli import main as hyperdflash
-from sglang_hyperdflash.serving.settings import DRAFT_TEMPERATURE, FULL, WIDTH
+from sglang_hyperdflash.serving.settings import COPY, DRAFT_TEMPERATURE, FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
@@ -195,7 +195,8 @@ def server_of(name: str, drafter: Path | None, log: Path, *more: str) -> Server:
     if drafter is not None:
         arguments += ["--speculative-algorithm", VARIANTS[name].algorithm]
         arguments += ["--speculative-draft-model-path", str(drafter)]
-        environment = {WIDTH: FULL, DRAFT_TEMPERATURE: VARIANTS[name].draft_temperature}
+        drafts = VARIANTS[name].draft_temperature
+        environment = {WIDTH: FULL, COPY: "0", DRAFT_TEMPERATURE: drafts}
     environment |= rivals.environment(arguments)
     return Server(TARGET, *arguments, log=log, environment=environment)
 

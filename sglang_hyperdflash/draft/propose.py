@@ -1,4 +1,4 @@
-"""The drafts of a block and the distribution ``q`` of each, as pure functions.
+"""The drafts of a block and the distribution ``q`` of each; the first choices are kept for copies.
 
     s_k = u_k + head(x_{k-1}, h_k)             # u_k: LM head of h_k, its top K; x_0 the anchor
     q_k = filter(softmax(s_k / (T t)))         # t = 0: one-hot at the largest s
@@ -9,9 +9,10 @@
 acceptance only. Where the target's entropy is low, a draw from a flat ``q`` is accepted less often:
 with p a point and q = (.6, .4), .52 of the time, the argmax .6. Greedy rows draft the argmax.
 
-A copy (``triton_ops.copies``) takes the place of the last candidate where it is none, and a share
-``s`` of ``q`` with what that one had, while the block's drafts follow the copies and the likeliest
-token is another.
+In a batch that samples, a copy (``triton_ops.copies``) that is no candidate replaces the last one,
+unless that is the likeliest, and has its part of ``q``. Then copies get their share ``w`` of ``q``,
+while all drafts so far were copies; one that is the likeliest token changes nothing. Greedy
+requests draft the copies or the argmaxes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from sglang_hyperdflash.draft.adjust import Adjustments, adjust_candidates
 from sglang_hyperdflash.draft.dependency import DependencyHead, dependency_scores
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
-from triton_ops.copies import Copies, copy_shares, parts
+from triton_ops.copies import Copies, copy_weights, parts
 from triton_ops.gumbel import block_seeds, gumbel_noise
 from triton_ops.operator import register
 
@@ -110,15 +111,15 @@ def propose_greedy(
     head: DependencyHead | None,
     copies: Copies | None = None,
 ) -> torch.Tensor:
-    """Return the drafts of greedy requests, ``[bs, D]`` int64: each the candidate of largest ``s``.
+    """Return the drafts of greedy requests, ``[bs, D]`` int64: the copy or the best candidate.
 
     Args:
         anchor: ``[bs]`` int64, the last committed token.
-        copies: of at least as many drafts; None for none.
+        copies: of at least as many requests and drafts; None for none.
     """
     tables = (None, None) if head is None else (head.predecessor, head.successor)
     gates = None if head is None else candidates.gates
-    copied = (None, None) if copies is None else (copies.rows, copies.counts)
+    copied = (None, None) if copies is None else (copies.rows[: len(anchor)], copies.counts)
     return propose_greedy_op(candidates.ids, candidates.scores, gates, *tables, anchor, *copied)
 
 
@@ -133,27 +134,24 @@ def propose_greedy_reference(
     copy_counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The reference of operator ``propose_greedy``; see :func:`propose_greedy`."""
-    tokens, drafts = [], ids.shape[1]
-    if copy_rows is not None:
-        copies, likeliest, _ = parts(copy_rows)
-        follows = copy_shares(copy_rows, copy_counts, torch.ones_like(anchors)) > 0.5
+    drafts = ids.shape[1]
     # Without a head as argmax over the vocabulary: the lowest id among equals.
     first = ids.masked_fill(scores < scores.amax(-1, keepdim=True), 1 << 62).amin(-1)
-    if gates is None and copy_rows is None:
-        return first
+    tokens, copied = first.clone(), torch.zeros_like(first).bool()
+    if copy_rows is not None:
+        copies, firsts, _ = parts(copy_rows)
+        follows = copy_weights(copy_rows, copy_counts, torch.ones_like(anchors)) > 0.5
+        copied = follows.unsqueeze(1) & (copies[:, :drafts] >= 0).cumprod(1).bool()
+        tokens[copied] = copies[:, :drafts][copied]
     previous = anchors
-    for k in range(drafts):
-        if gates is not None:
-            given = previous, gates[:, k], ids[:, k]
-            s = scores[:, k] + dependency_scores(predecessor, successor, *given)
-            first[:, k] = ids[:, k].gather(-1, s.argmax(-1, keepdim=True)).squeeze(-1)
-        previous = first[:, k]
-        if copy_rows is not None:
-            likeliest[:, k], copy = previous, copies[:, k]
-            follows = follows & (copy >= 0)
-            previous = torch.where(follows, copy, previous)
-        tokens.append(previous)
-    return torch.stack(tokens, 1)
+    for k in range(drafts if gates is not None else 0):
+        given = previous, gates[:, k], ids[:, k]
+        s = scores[:, k] + dependency_scores(predecessor, successor, *given)
+        first[:, k] = ids[:, k].gather(-1, s.argmax(-1, keepdim=True)).squeeze(-1)
+        tokens[:, k] = previous = torch.where(copied[:, k], tokens[:, k], first[:, k])
+    if copy_rows is not None:
+        firsts[:, :drafts] = first
+    return tokens
 
 
 def propose(
@@ -174,11 +172,11 @@ def propose(
         positions: ``[bs, B]`` int64, of the token before each draft; the last is not read.
         sampling: the parameters of the bs requests.
         draft_temperature: ``t``.
-        copies: of at least as many drafts; None for none.
+        copies: as of :func:`propose_greedy`.
     """
     s = sampling
     tables = (None, None) if head is None else (head.predecessor, head.successor)
-    copied = (None, None) if copies is None else (copies.rows, copies.counts)
+    copied = (None, None) if copies is None else (copies.rows[: len(positions)], copies.counts)
     tokens, q, choice, ids = propose_op(
         *(candidates.ids, candidates.scores, None if head is None else candidates.gates, *tables),
         *(block_tokens, draws.seeds, draws.client_seeded, positions),
@@ -222,46 +220,42 @@ def propose_reference(
     adjustments = Adjustments(*adjusting)
     changed = any(tensor is not None for tensor in adjusting)
     row_seeds = block_seeds(seeds, seeded, positions[:, 0])
-    share = None
-    if copy_rows is not None:
-        share = copy_shares(copy_rows, copy_counts, top_ks)
-        copies, likeliest, _ = parts(copy_rows)
-    if gates is None and not changed and (share is None or not share.any()):
+    if gates is None and not changed and copy_rows is None:
         rows, row_sampling = scores.reshape(-1, candidates), sampling.repeated(drafts)
         scale = draft_scale(row_sampling, draft_temperature)
         q = draft_distribution(rows, row_sampling, *scale)
         given = row_seeds.repeat_interleave(drafts), positions[:, :drafts].reshape(-1)
         noise = gumbel_noise(*given, ids.view(-1, candidates))
         choice = (noise + q.log()).argmax(-1).view(bs, drafts)
-        if share is not None:
-            likeliest[:, :drafts] = ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
         return ids.gather(-1, choice.unsqueeze(-1)).squeeze(-1), q.view(ids.shape), choice, ids
     steps: list[tuple[torch.Tensor, ...]] = []
     tokens, scale = ids.new_empty(bs, 0), draft_scale(sampling, draft_temperature)
+    if copy_rows is not None:
+        copies, firsts, _ = parts(copy_rows)
+        w = copy_weights(copy_rows, copy_counts, top_ks)
+        w = torch.where(scale[1], (w > 0.5).to(w.dtype), w).unsqueeze(-1)  # q stays one-hot
     for k in range(drafts):
-        row, s = ids[:, k], scores[:, k]
+        s, row = scores[:, k], ids[:, k]
         if gates is not None:
-            previous = tokens[:, -1] if k else block_tokens[:, 0]
+            previous = torch.cat([block_tokens[:, :1], tokens], 1)[:, k]
             s = s + dependency_scores(predecessor, successor, previous, gates[:, k], row)
         if changed:
             s = adjust_candidates(s, row, tokens, positions[:, k], adjustments)
         q = draft_distribution(s, sampling, *scale)
-        if share is not None:
-            copy, first = copies[:, k : k + 1], row.gather(-1, s.argmax(-1, keepdim=True))
-            likeliest[:, k] = first[:, 0]
-            share = share.masked_fill(copy[:, 0] < 0, 0.0)
-            part = torch.where(scale[1], (share > 0.5).to(share.dtype), share).unsqueeze(-1)
+        if copy_rows is not None:
+            copy, first = copies[:, k : k + 1], s.argmax(-1, keepdim=True)
+            firsts[:, k : k + 1] = row.gather(-1, first)
             is_copy = row == copy
             is_copy[:, -1] |= ~is_copy.any(-1)
-            # The likeliest token does not make room.
-            part = part.masked_fill((row == first).logical_and(is_copy).any(-1, keepdim=True), 0.0)
-            row = torch.where(is_copy & (part > 0), copy, row)
-            q = torch.where(part > 0, (1 - part) * q + part * is_copy, q)
+            replaced = is_copy.gather(-1, first) & ~scale[1].unsqueeze(-1)
+            share = w.masked_fill((copy < 0) | replaced, 0.0)
+            row = torch.where(is_copy & (share > 0), copy, row)
+            q = (1 - share) * q + share * is_copy
         noise = gumbel_noise(row_seeds, positions[:, k], row)
         choice = (noise + q.log()).argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, row.gather(-1, choice)], 1)
-        if share is not None:
-            share = share.masked_fill(tokens[:, -1:].ne(copy)[:, 0], 0.0)
+        if copy_rows is not None:
+            w = w.masked_fill(tokens[:, -1:] != copy, 0.0)
         steps.append((q, choice.squeeze(-1), row))
     return tokens, *(torch.stack(part, 1) for part in zip(*steps, strict=True))
 

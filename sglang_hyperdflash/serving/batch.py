@@ -23,7 +23,6 @@ from sglang.srt.utils import async_h2d
 from sglang_hyperdflash.draft.adjust import NEUTRAL, Adjustments
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Draws, Proposal
-from triton_ops.copies import Copies
 
 DETERMINISTIC_SEED = 42
 LONGEST = 1 << 31
@@ -151,6 +150,7 @@ class RequestState:
     def __init__(self, runner: Any, random_seed: int, device: torch.device | str) -> None:
         self.runner, self.device, self.seeds = runner, device, Seeds(random_seed)
         self.current: BatchRequests | None = None
+        self.history: Any = None  # the ``CopyHistory``, which is made with the pools
         self._places: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
     @cached_property
@@ -175,6 +175,8 @@ class RequestState:
                 starts = place != self._places.get(req) or (prefill and id(req) not in going_on)
                 if starts and penalised(req.sampling_params):
                     self.counts.reset(place[0], req.output_ids)
+                if starts and self.history is not None:
+                    self.history.write(place[0], req)
                 self._places[req] = place
         counts = None if requests.adjustments.penalties is None else self.counts.table
         self.current = replace(requests, info=info, counts=counts, lengths=batch.seq_lens)
@@ -280,7 +282,6 @@ class Block:
         ends_cpu: ``[bs]``, the contexts' lengths after the block, or bounds of them, on the host;
             None where SGLang knows neither.
         proposal: what the drafts were drawn from; None for argmaxes, and at width 1.
-        copies: what drafts may be; None without copies.
     """
 
     tokens: torch.Tensor
@@ -288,7 +289,6 @@ class Block:
     plan: Any
     ends_cpu: torch.Tensor | None
     proposal: Proposal | None = None
-    copies: Copies | None = None
 
     @property
     def width(self) -> int:

@@ -12,9 +12,10 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.managers.scheduler import GenerationBatchResult
@@ -52,8 +53,9 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from triton_ops.copies import KINDS
 
 logger = logging.getLogger(__name__)
-# Of the width policy: each kind of match, and not known yet, of greedy and of sampled requests.
-CLASSES = 2 * (KINDS + 1)
+# The width policy's classes: greedy and sampled, of each the kinds of match and "not known yet".
+UNKNOWN = KINDS
+CLASSES = 2 * (UNKNOWN + 1)
 
 
 def block_fits(committed_lens: Iterable[int], in_flight: int, block: int, context: int) -> bool:
@@ -71,16 +73,17 @@ class Round:
 
     Attributes:
         reqs: SGLang's requests. width: rows of each. classes: of each, for the width policy.
+        best: the policy's width when it was launched; a wider round was a probe.
         observed: whether the width policy counts it: not once the drafter has been replaced.
-        matches, copied: ``CopyHistory.end``'s; None where there are none.
+        copies: what ``CopyHistory.end`` returned.
     """
 
     reqs: list[Any]
     width: int
     classes: list[int]
+    best: int | None = None
     observed: bool = True
-    matches: torch.Tensor | None = None
-    copied: torch.Tensor | None = None
+    copies: torch.Tensor | None = None
 
 
 class HyperDFlashWorker(DFlashWorkerV2):
@@ -121,10 +124,10 @@ class HyperDFlashWorker(DFlashWorkerV2):
         prefill.install(prefill.PrefillSampler(runners.target, self.request_state, self.verifier))
         width = settings.width if self._width_1_allowed else WidthSetting(FULL, (self.block,))
         alone = get_parallel().tp_size == 1
-        self.width_control = WidthController(width, self.block, alone, CLASSES // 2)
-        self._copy_length = settings.copy_length
-        # Of each request of the last round that the host has read; others begin.
-        self._kinds: dict[Any, int] = {}
+        self.width_control = WidthController(width, self.block, alone, UNKNOWN + 1)
+        self._copy_length = 0 if self._prefills_only else settings.copy_length
+        # The kind of match of each request in the last round that the host has read.
+        self._kinds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.history: CopyHistory | None = None
         self.lanes = Lanes(
             runners,
@@ -153,7 +156,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
             self.draft_step.candidates,
             self.runners.vocabulary,
             sorted(widths),
-            self.block - 1 if self._copy_length and not self._prefills_only else 0,
+            self.block - 1 if self._copy_length else 0,
             from_all_ranks,
         )
 
@@ -195,9 +198,9 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
         # 2. Draft width - 1 tokens of every request in one pass: argmaxes (greedy), else drawn from
         # the drafter's distribution q, kept in block.proposal; for a client's seed with the noise
-        # that step 5 draws with. What followed the same tokens before has a share of q.
+        # that step 5 draws with. A copy may be drafted, or has a share of q.
         if self.history is not None:
-            block = replace(block, copies=self.history.begin(requests, block))
+            self.history.begin(requests, block)
         if lane.width > 1:
             context = self.draft_kv.context(batch, block)
             block = self.draft_step.draft(batch, block, context, requests, lane)
@@ -230,19 +233,21 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # 7. Count tokens for penalties, and look for what the next round may copy. Acceptance is
         # counted in ``on_verify_complete_cpu``.
         self.request_state.count(requests, committed.tokens, committed.accept_lens)
-        launched = Round(requests.reqs, lane.width, classes)
+        launched = Round(requests.reqs, lane.width, classes, self.width_control.best)
         if self.history is not None:
-            launched.matches, launched.copied = self.history.end(requests, block, committed)
+            read = self.width_control.policy is not None or self.metrics is not None
+            launched.copies = self.history.end(requests, block, committed, read)
         self.rounds.append(launched)
         return self._result(target, committed, new_seq_lens, lane.width)
 
     def _class_of(self, req: Any) -> int:
-        """Requests of a class are expected to accept alike: greedy or sampled, a kind of match."""
-        return self._kinds.get(req, KINDS) + CLASSES // 2 * (req.sampling_params.top_k > 1)
+        """The class of a request for the width policy."""
+        sampled = req.sampling_params.top_k > 1
+        return self._kinds.get(req, UNKNOWN) + (UNKNOWN + 1) * sampled
 
     def _choose_width(self, requests: BatchRequests, classes: list[int]) -> int:
         """The width of the round that starts: 1 where nothing may be drafted."""
-        width, counts = self.block, [classes.count(kind) for kind in range(CLASSES)]
+        width, counts = self.block, [classes.count(number) for number in range(CLASSES)]
         if self._width_1_allowed:
             context_length = self.runners.target.model_config.context_len
             committed_lens = (req.kv.kv_committed_len for req in requests.reqs)
@@ -286,17 +291,17 @@ class HyperDFlashWorker(DFlashWorkerV2):
         """
         done = self.rounds.popleft()
         # As SGLang counts: with overlap a finished request runs once more.
+        copies = [] if done.copies is None else done.copies.tolist()
+        self._kinds.update(zip(done.reqs, (kind for kind, _ in copies), strict=False))
         each = zip(done.reqs, done.classes, num_correct_drafts_per_req, strict=True)
         live = [(c, n) for req, c, n in each if not (req.is_retracted or req.finished())]
-        if done.matches is not None:
-            kinds = [(m + 1) // 4 for m in done.matches.tolist()]
-            self._kinds = dict(zip(done.reqs, kinds, strict=True))
         if done.observed:
-            self.width_control.observe(done.width, live)
+            self.width_control.observe(done.width, live, done.best)
         if self.metrics is not None:
             self.metrics.add([n for _, n in live], done.width)
-            if done.copied is not None:
-                self.metrics.add_copies(*done.copied.tolist())
+            copied = [n for _, n in copies]
+            accepted = map(min, copied, num_correct_drafts_per_req)
+            self.metrics.add_copies(sum(copied), sum(accepted))
 
     def load_drafter(self, folder: str, version: int) -> None:
         """Draft with the drafter of a folder from the next round on; the same on all ranks.
@@ -345,8 +350,6 @@ class HyperDFlashWorker(DFlashWorkerV2):
             pass_by_failed(batch.decoding_reqs)
         # The hooks read ``request_state.current`` in SGLang's sampler, during the target's pass.
         self.request_state.begin(batch, prefill=True)
-        if self.history is not None:
-            self.history.leave(batch.decoding_reqs or ())
         self.lanes.activate(self.block)
         self._wait_for_fused_hicache_load(batch)
         result = self.target_worker.forward_batch_generation(
@@ -389,12 +392,15 @@ class HyperDFlashWorker(DFlashWorkerV2):
     ) -> None:
         """Make the drafter's K/V pool, and what requests copy from."""
         self.draft_kv.allocate(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
-        context = self.runners.target.model_config.context_len
-        if self._copy_length and not self._prefills_only:
-            slots = len(self.runners.target.req_to_token_pool.req_to_token)
-            most = min(self._copy_length, context + self.block)
+        if self._copy_length:
+            target = self.runners.target
+            slots = len(target.req_to_token_pool.req_to_token)
+            most = min(self._copy_length, target.model_config.context_len + self.block)
             given = slots, most, self.block, self.runners.vocabulary, self.device
-            self.history = CopyHistory(*given, ranks=get_parallel().tp_size)
+            # Captured batches are multiples of it, at most. Seam:
+            # ``get_cuda_graph_batch_size_alignment``.
+            self.history = CopyHistory(*given, padding=2 * get_parallel().tp_size)
+            self.request_state.history = self.history
             self.draft_step.copies = self.history.copies
 
     def init_attention_backends(self) -> None:
@@ -422,10 +428,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.width_control.policy.costs = time_rounds(*timed, share)
         self.request_state.current, self._last_width = None, self.block
         self.rounds.clear()
-        self._kinds.clear()
         if self.history is not None:
             self.history.forget()
-            self.history.totals.zero_()
         self.draft_kv.forget_padding()
         self.lanes.activate(self.block)
         if is_cuda():

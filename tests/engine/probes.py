@@ -15,15 +15,16 @@ FILES = {BLOCKS: "blocks.jsonl", POSITIONS: "positions.json", STATE: "state.json
 most: dict[str, list[int]] = {}  # positions so far
 
 
-def record_blocks(result, self, logits, argmaxes, block, requests) -> None:
-    """A line ``[request, position of the anchor, block, copies, drafter's likeliest drafts]``."""
+def record_blocks(self, requests, block, *_) -> None:
+    """A line ``[request, position of the anchor, block, copies, drafter's first choices]``."""
     if block.width > 1:
         names = [req.rid for req in requests.reqs]
-        copies, likeliest = (part.tolist() for part in parts(block.copies.rows)[:2])
-        places, tokens = block.positions[:, 0].tolist(), block.tokens.tolist()
-        rows = zip(names, places, tokens, copies, likeliest, strict=True)
+        rows = (part.tolist() for part in parts(self.copies.rows[: len(names)])[:2])
+        lines = zip(
+            names, block.positions[:, 0].tolist(), block.tokens.tolist(), *rows, strict=True
+        )
         with open(os.environ[BLOCKS], "a") as out:
-            out.writelines(json.dumps(row) + "\n" for row in rows)
+            out.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def record_positions(self, forward_batch, *args, **kwargs) -> None:
@@ -79,8 +80,8 @@ def load() -> None:
     from sglang_hyperdflash.seams import when_imported
 
     if BLOCKS in os.environ:
-        accept = "sglang_hyperdflash.serving.verification.verifier.Verifier.accept"
-        HookRegistry.register(accept, record_blocks, HookType.AFTER)
+        end = "sglang_hyperdflash.serving.drafting.copies.CopyHistory.end"
+        HookRegistry.register(end, record_blocks, HookType.BEFORE)
     if POSITIONS in os.environ:
         run = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
         HookRegistry.register(run, record_positions, HookType.BEFORE)

@@ -25,11 +25,10 @@ def load():
     begin = "sglang_hyperdflash.serving.drafting.copies.CopyHistory.begin"
     HookRegistry.register(begin, shift, HookType.AFTER)
 
-def shift(copies, *_):
+def shift(_, self, *given):
     if Path({file!r}).exists():
-        drafts = parts(copies.rows)[0]
+        drafts = parts(self.copies.rows)[0]
         drafts.copy_(drafts.roll(-1, 1))
-    return copies
 """
 
 

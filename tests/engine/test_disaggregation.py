@@ -3,9 +3,11 @@
 Not in CI: it needs Mooncake's CPU build and libibverbs (``make pd-test``).
 """
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +16,17 @@ from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.serving.scheduler.metrics import DRAFTER
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
+from tests.engine import probes
 from tests.engine.asking import payloads, samples
-from tests.engine.conftest import FP32, NEW_TOKENS, greedy, greedy_all, ids, install_plugin
+from tests.engine.conftest import (
+    FP32,
+    NEW_TOKENS,
+    greedy,
+    greedy_all,
+    ids,
+    install_plugin,
+    probed,
+)
 from tests.engine.drafters import assert_lengths_vary, poisoned
 from tests.waiting import until
 
@@ -32,8 +43,8 @@ def load():
 class Pair:
     """A prefill and a decode server, asked as SGLang's router asks them."""
 
-    def __init__(self, prefill: Server, decode: Server, bootstrap: int) -> None:
-        self.prefill, self.decode = prefill, decode
+    def __init__(self, prefill: Server, decode: Server, bootstrap: int, blocks: Path) -> None:
+        self.prefill, self.decode, self.blocks = prefill, decode, blocks
         self.bootstrap, self.rooms = bootstrap, count(1)
 
     def ask(self, _, prompt: list[int], **sampling) -> dict:
@@ -55,6 +66,7 @@ def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
 
     folder = tmp_path_factory.mktemp("pd")
     environment = {**install_plugin(folder, "cpu_pd", PLUGIN), "MOONCAKE_PROTOCOL": "tcp"}
+    environment |= probed(folder, probes.BLOCKS)
     bootstrap = free_port()
     common = (*FP32, *hyperdflash_arguments(drafter_dir), "--enable-metrics")
     common += ("--disaggregation-transfer-backend", "mooncake")
@@ -69,7 +81,7 @@ def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
             ("decode", ("--disaggregation-mode", "decode", *decode)),
         )
     ]
-    yield Pair(*started, bootstrap)
+    yield Pair(*started, bootstrap, folder / probes.FILES[probes.BLOCKS])
     servers.stop("pd-prefill")
     servers.stop("pd-decode")
 
@@ -88,13 +100,25 @@ def test_seeded_penalised_answers_are_the_baselines(pair, own_prompts, baseline)
         assert ids(found) == [choices[0]["ids"] for choices in baseline["penalties"]]
 
 
-def test_the_drafters_kv_travel_with_the_targets(pair, hyper_server, own_prompts):
-    """The decode node drafts from the first round as a server that prefilled by itself."""
-    found = greedy_all(pair.decode, own_prompts, 1, pair.ask)
+def first_blocks(log: Path, answers: list[dict]) -> list[list]:
+    """Of each answer's first block: position, anchor, copies, the drafter's first choices."""
+    blocks: dict[str, list] = {}
+    for request, place, block, copies, firsts in map(json.loads, log.read_text().splitlines()):
+        blocks.setdefault(request, [place, block[0], copies, firsts])
+    return [blocks[answer["meta_info"]["id"]] for answer in answers]
+
+
+def test_the_drafters_kv_travel_with_the_targets(pair, hyper_server, probe_folder, own_prompts):
+    """The decode node drafts and copies as a server that prefilled by itself, from the start."""
+    answers = greedy_all(pair.decode, own_prompts, 1, pair.ask)
     expected = greedy_all(hyper_server, own_prompts, 1)
-    assert_lengths_vary([counters(one["meta_info"])[2] for one in expected])
-    for one, other in zip(found, expected, strict=True):
-        assert counters(one["meta_info"])[2] == counters(other["meta_info"])[2] != []
+    here = first_blocks(probe_folder / probes.FILES[probes.BLOCKS], expected)
+    assert first_blocks(pair.blocks, answers) == here
+    assert len({tuple(firsts) for *_, firsts in here}) > len(here) / 2
+    counts = [[counters(one["meta_info"])[2] for one in each] for each in (answers, expected)]
+    assert_lengths_vary(counts[1])
+    accepted = [sum(i * n for one in each for i, n in enumerate(one)) for each in counts]
+    assert accepted[0] == pytest.approx(accepted[1], rel=0.1), "copies' weights differ, no more"
 
 
 def test_both_nodes_take_what_is_published(pair, drafter_dir, own_prompts, own_reference, tmp_path):

@@ -43,13 +43,13 @@ def served_blocks(
         texts |= {name: prompt + answer["output_ids"] for name, prompt, answer in each}
     anchors, drafts = ({name: [] for name in texts} for _ in range(2))
     lines = map(json.loads, log.read_text().splitlines())
-    for request, place, (anchor, *block), copies, likeliest in lines:
+    for request, place, (anchor, *block), copies, firsts in lines:
         if place >= len(texts.get(request, ())):
             continue
         assert anchor == texts[request][place]
         assert copies == searched(texts[request][: place + 1], len(copies))[0]
         # Only a causal drafter's narrow block is the start of a whole one.
-        if len(block) == 6 and block == likeliest:
+        if len(block) == 6 and block == firsts:
             anchors[request].append(place)
             drafts[request].append(block)
     samples = {name: Sample.continuation(tokens, 1) for name, tokens in texts.items()}

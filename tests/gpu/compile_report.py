@@ -153,7 +153,7 @@ def round_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "greedy", lambda: greedy(*candidates, *head, seeds)
     yield "greedy, copies", lambda: greedy(*candidates, *head, seeds, *copies)
     committed = tokens, limits[1], new(bs, DRAFTS, dtype=i64), limits[1]
-    yield "copy", lambda: copy_kernel.launch(*history, *committed, *copies, new(2, dtype=i64), V)
+    yield "copy", lambda: copy_kernel.launch(*history, *committed, *copies, V)
     yield "adjust", lambda: adjust_kernel.launch(new(bs, block, V), tokens, positions, *changes)
     for name, mask in (("", None), (", filters", kept)):
         target = logits, mask, new(rows, dtype=i64), new(rows), new(rows), tokens

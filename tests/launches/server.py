@@ -179,10 +179,12 @@ class FakeServer:
         worker.runners = runners = Runners.of(worker)
         worker.draft_step, worker.verifier = DraftStep(runners, 0.5), Verifier(runners)
         worker.verifier.renorm = self._top_k, self._top_p
-        worker.history = None
+        worker.history, worker.metrics = None, None
+        worker.width_control = SimpleNamespace(best=BLOCK, policy=object())
         if self.copied:
             worker.history = CopyHistory(SLOTS, COPY_LENGTH, BLOCK, VOCABULARY, DEVICE)
             worker.draft_step.copies = worker.history.copies
+            worker.request_state.history = worker.history
         worker.draft_kv = (WindowedDraftKV if self.window else DraftKV)(runners, 0.1)
         if self.window:
             sizes = {"tokens": TOKENS, "ring": TOKENS // 4, "window": WINDOW, "block": BLOCK}

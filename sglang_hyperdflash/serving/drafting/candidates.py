@@ -67,7 +67,7 @@ class CandidateBuffers:
     Args:
         width: rows of a block, the anchor's included. k: candidates of a draft.
         head: the dependency head, or None. most: requests of the largest captured batch.
-        copies: buffers that greedy drafts read as well, or None.
+        copies: of as many requests and more, or None.
     """
 
     def __init__(
@@ -101,8 +101,7 @@ class CandidateBuffers:
         if self.gates is not None:
             self.gates[:bs].copy_(candidates.gates)
         anchors = input_ids.view(bs, self.width)[:, 0]
-        copies = None if self.copies is None else self.copies.of(bs)
-        self.greedy[:bs].copy_(propose_greedy(candidates, anchors, self.head, copies))
+        self.greedy[:bs].copy_(propose_greedy(candidates, anchors, self.head, self.copies))
 
     def of(self, bs: int) -> Candidates:
         """The candidates of the batch that was just replayed."""

@@ -49,7 +49,7 @@ class DraftStep:
         lm_head: the target's.
         head: the dependency head, or None.
         candidates: K of each draft.
-        copies: what draft graphs read; None without copies.
+        copies: of the batch that runs; None without copies.
     """
 
     copies: Copies | None = None
@@ -84,7 +84,7 @@ class DraftStep:
         elif captured is not None:
             drafts = captured.greedy[:bs]
         else:
-            drafts = propose_greedy(candidates, block.anchors, self.head, block.copies)
+            drafts = propose_greedy(candidates, block.anchors, self.head, self.copies)
         if not requests.argmax_only or self.head is not None:
             # Each rank sums for itself what a dependency head reads of a row: rank 0's drafts go to
             # all, in place. Seam: ``SpecTpSync``, as DSPARK's drafts.
@@ -139,5 +139,5 @@ class DraftStep:
             requests.draws,
             self.draft_temperature,
             requests.changes() or NO_ADJUSTMENTS,
-            block.copies,
+            self.copies,
         )

@@ -42,7 +42,7 @@ FAMILIES = {
     RECORDED: "Requests recorded to the store.",
     RECORDED_BYTES: "Bytes recorded to the store.",
     SHED: "Requests that were to be recorded and were not, by reason.",
-    COPIED: "Drafts equal to a copy from their request, extra rounds included.",
+    COPIED: "Drafts that equal a copy from their request, from the first one on.",
     COPIES_ACCEPTED: "Those of them that were accepted.",
     DRAFTER: "Number of the drafter that was sent last; 0 is the one that the server started with.",
 }
@@ -92,7 +92,6 @@ class Metrics:
         self.drafter_version.set(0)
         copies = COPIED, COPIES_ACCEPTED
         self._copies = [family(counter, name).labels(**labels) for name in copies]
-        self._copies_before = [0, 0]
         by_width = family(counter, WIDTH_ROUNDS, WIDTH)
         self._gain = family(gauge, GAIN, **recent)
         seconds = family(gauge, SECONDS, REQUESTS, WIDTH, SAMPLED, **recent)
@@ -141,11 +140,10 @@ class Metrics:
                 break
             counter.inc(reached)
 
-    def add_copies(self, *totals: int) -> None:
-        """Count copies up to these totals, of drafts that were copied and accepted."""
-        for counter, total, before in zip(self._copies, totals, self._copies_before, strict=True):
-            counter.inc(max(total - before, 0))
-        self._copies_before = list(totals)
+    def add_copies(self, drafted: int, accepted: int) -> None:
+        """Count drafts that were copies, and those of them that were accepted."""
+        for counter, count in zip(self._copies, (drafted, accepted), strict=True):
+            counter.inc(count)
 
 
 @after("sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor", "de5d77fb9b95")

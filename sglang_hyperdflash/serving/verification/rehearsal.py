@@ -121,11 +121,11 @@ class Numbers:
         return Candidates(ids, self.scores(*shape), gates)
 
     def copies(self, candidates: Candidates | None) -> Copies:
-        """Copies among the ``candidates`` and any others, of matches of every length and none."""
+        """Copies among the ``candidates`` and any others, of every kind of match and of none."""
         rows = self.integers(-1, self.vocabulary, self.requests, 2 * self.drafts + 1)
         if candidates is not None:
             rows[:, 1 : self.width - 1] = candidates.ids[:, 1:, 0]
-        rows[:, -1] = self.cycle(16, 3, 0, 5, 9, dtype=torch.int64)
+        rows[:, -1] = self.cycle(4, 1, 0, 2, 3, dtype=torch.int64)
         return Copies(rows, self.integers(0, 9, 2, KINDS, 2, dtype=torch.int32))
 
     def history(self, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -227,11 +227,11 @@ def _rehearse_width(numbers: Numbers, head: Any) -> None:
         # Batches without drafts, of greedy requests with penalties among others.
         read_rows(logits, None, *asked, positions, all_draw=True)
     if copies is not None:
-        lengths, totals = cycle(width, 1, dtype=torch.int32), numbers.integers(0, 9, 2)
-        given = *numbers.history(block, lengths), block[:, 1:] % 4, cycle(1, 5, dtype=torch.int32)
+        history = numbers.history(block, cycle(width, 1, dtype=torch.int32))
+        given = *history, block[:, 1:] % 4, cycle(1, 5, dtype=torch.int32)
         copies.rows[:, :-1] %= 4
         for _ in range(2):
-            copy_drafts(*given, copies.rows, copies.counts, totals, 3)
+            copy_drafts(*given, copies.rows, copies.counts, 3)
     for change in changes[1:]:
         by_block = logits.view(requests, width, vocabulary).clone()
         adjust_rows(by_block, block, positions, *change.tensors)

@@ -111,12 +111,13 @@ def best_width(rates: Mapping[int, float], current: int) -> int:
 class WidthPolicy:
     """The decision of one server: deterministic, so ranks with the same ``costs`` decide alike.
 
-    Ranks' hosts differ, so :meth:`took` is for servers of one rank. Requests are of classes, which
-    accept differently: greedy and sampled ones, each of several kinds. Arguments by class begin
-    with the greedy ones.
+    Ranks' hosts differ, so :meth:`took` is for servers of one rank. Requests of a class accept
+    alike: greedy or sampled ones, of a kind. Arguments by class are of all greedy kinds, then of
+    all sampled ones.
 
     Args:
-        widths: ascending. Until ``costs`` is set, the last one is chosen. kinds: of either.
+        widths: ascending. Until ``costs`` is set, the last one is chosen.
+        kinds: of greedy requests, and as many of sampled ones.
 
     Attributes:
         width: the best one now. rates: tokens per second of every width, of the last batch.
@@ -180,16 +181,21 @@ class WidthPolicy:
         self._since_probe = 0
         return wider
 
-    def observe(self, width: int, *accepted: Sequence[int]) -> None:
-        """A round's result: accepted drafts of each request of every class."""
+    def observe(self, width: int, *accepted: Sequence[int], best: int | None = None) -> None:
+        """A round's result: accepted drafts of each request of every class.
+
+        Args:
+            best: the policy's width when the round was launched, if it may be another by now.
+        """
+        best = best or self.width
         for acceptance, drafts in zip(self.classes, accepted, strict=True):
             if drafts:
                 acceptance.observe(width, drafts)
         counts = tuple(map(len, accepted))
-        if width > self.width and any(counts) and self.costs is not None:
+        if width > best and any(counts) and self.costs is not None:
             seconds = self._seconds(counts)
             rate = (sum(counts) + sum(map(sum, accepted))) / seconds[width]
-            if rate > self._rates(counts, seconds)[self.width]:
+            if rate > self._rates(counts, seconds)[best]:
                 # A probe that was faster by itself is repeated at once: it costs nothing, and a
                 # long memory would need many.
                 self._since_probe = math.inf
@@ -236,14 +242,23 @@ class WidthController:
         if before is reqs:  # no other pass in between
             self.policy.took(last, *counts, seconds=now - then)
 
-    def observe(self, width: int, live: Sequence[tuple[int, int]]) -> None:
-        """A round's result: class and accepted drafts of its requests that had not finished."""
+    @property
+    def best(self) -> int | None:
+        """The policy's width; rounds of a wider one are probes."""
+        return self.policy.width if self.policy else None
+
+    def observe(self, width: int, live: Sequence[tuple[int, int]], best: int | None = None) -> None:
+        """A round's result: class and accepted drafts of its requests that had not finished.
+
+        Args:
+            best: what it was when the round was launched.
+        """
         if self.policy is None:
             return
         by_class: list[list[int]] = [[] for _ in self.policy.classes]
-        for kind, accepted in live:
-            by_class[kind].append(accepted)
-        self.policy.observe(width, *by_class)
+        for number, accepted in live:
+            by_class[number].append(accepted)
+        self.policy.observe(width, *by_class, best=best)
 
     def predicted_gain(self) -> float | None:
         """Expected tokens per second of the width now over those of width 1; None if unknown."""

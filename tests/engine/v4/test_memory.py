@@ -13,9 +13,10 @@ from tests.engine.v4.findings import note
 from tests.engine.v4.serve import start
 from tests.engine.v4.test_matrix import PAGE
 from tests.unit.targets import v4_start
+from triton_ops.copies import KINDS
 
 pytestmark = pytest.mark.v4
-GIB, REQUESTS, LAYERS = 0.25, 4, DRAFT["layers"]
+GIB, REQUESTS, CONTEXT, LAYERS = 0.25, 4, 4096, DRAFT["layers"]
 NODE = {"gpu_gib": GIB, "weights_gib": 0.0, "mem_fraction": 1.0, "max_running_requests": REQUESTS}
 CELL = 2 * LAYERS * DRAFT["kv_heads"] * DRAFT["head_dim"] * 2
 SOURCE = "from tests.engine.held import load  # noqa: F401\n"
@@ -44,15 +45,18 @@ def target_bytes(tokens: int) -> int:
 def drafter_bytes(tokens: int, window: int | None) -> int:
     """What a drafter of blocks of seven takes besides its weights, for so many target tokens."""
     addresses = 48 * LAYERS  # of the buffers, and their strides
+    # A context and a block of each request; copies, first choices and a kind of match; the counts.
+    slots = REQUESTS + 1
+    copies = 4 * slots * (CONTEXT + 7) + 8 * (slots + 2) * 13 + 4 * 2 * KINDS * 2
     if window is None:
-        return CELL * (tokens + PAGE) + addresses
+        return CELL * (tokens + PAGE) + addresses + copies
     blocks = 7 * REQUESTS
     ring = int(0.1 * tokens) - blocks
     pages = -(-(ring + blocks) // PAGE) + 1
     # Slots of tokens, tokens of slots, the head, the slots of blocks, and two ranges.
     tables = 8 * (tokens + PAGE + 1 + ring + 1 + 1 + blocks + window + 7)
     rows = (REQUESTS + 1) * (4 * (window + 7) + 8)
-    return CELL * pages * PAGE + tables + rows + addresses
+    return CELL * pages * PAGE + tables + rows + addresses + copies
 
 
 @pytest.mark.parametrize("window", [None, 64])

@@ -8,9 +8,9 @@ def test_rounds_of_a_repeated_text():
     # Three tokens of it are a match; the copies after that are right up to the first new token.
     answer = prompt[:20] + new + prompt[20:]
     assert list(followed([(prompt, answer)], 6)) == [
-        *((0, 0), (0, 0), (0, 0), (3, 6), (10, 6), (16, 3)),
+        *((0, 0), (0, 0), (0, 0), (1, 6), (2, 6), (4, 3)),
         *((0, 0), (0, 0), (0, 0), (0, 0), (0, 0)),
-        *((3, 6),),
+        *((1, 6),),
     ]
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.unit.triton_ops.gate_help import DEVICE
-from triton_ops import copies as module
 from triton_ops import copy_kernel
-from triton_ops.copies import KINDS, LONGEST, SHORTEST, copy_drafts_reference, copy_shares, parts
+from triton_ops.copies import KINDS, LONGEST, SHORTEST, copy_drafts_reference, copy_weights, parts
 
 VOCABULARY = 50
 
@@ -43,9 +42,8 @@ class Requests:
                 self.history[slot, p % size] = token
         self.rows = torch.full((bs + 2, 2 * drafts + 1), -1)
         self.rows[:, -1] = 0
-        self.copies, self.likeliest, self.matches = parts(self.rows)
+        self.copies, self.firsts, self.kinds = parts(self.rows)
         self.counts = torch.zeros(2, KINDS, 2, dtype=torch.int32)
-        self.totals = torch.zeros(2, dtype=torch.int64)
         self.top_ks = torch.where(torch.arange(bs) % 2 == 0, 1, 1 << 30).int()
         self.judged = torch.zeros_like(self.counts)
 
@@ -63,7 +61,7 @@ class Requests:
             row = [c for c in copies[:right] if c >= 0]
             tokens.append((row + self.draw(width))[:width])
             lengths.append(n)
-            self.likeliest[b] = torch.tensor(self.draw(self.drafts))
+            self.firsts[b] = torch.tensor(self.draw(self.drafts))
             self._judge(b, copies[: width - 1], tokens[-1][:n])
         positions = torch.tensor([len(known) - 1 for known in self.known])
         drafts = torch.tensor(tokens)[:, : width - 1].clone()
@@ -71,20 +69,25 @@ class Requests:
             drafts[::3, -1] += 1
         arguments = self.history, self.slots, positions, torch.tensor(tokens)
         arguments += torch.tensor(lengths, dtype=torch.int32), drafts, self.top_ks
-        arguments += self.rows[:bs], self.counts, self.totals, VOCABULARY
+        arguments += self.rows[:bs], self.counts, VOCABULARY
         for known, row, n in zip(self.known, tokens, lengths, strict=True):
             known += [t if t < VOCABULARY else -1 for t in row[:n]]
-        step(arguments)
+        copied = [
+            next((k for k, (a, c) in enumerate(zip(row, copies, strict=False)) if a != c), len(row))
+            for row, copies in zip(drafts.tolist(), before, strict=True)
+        ]
+        assert step(arguments).tolist() == [
+            list(pair) for pair in zip(self.kinds[:bs].tolist(), copied, strict=True)
+        ]
 
     def _judge(self, b: int, copies: list[int], committed: list[int]) -> None:
-        judged = self.judged[int(self.top_ks[b] > 1), (int(self.matches[b]) + 1) // 4]
-        columns = zip(copies, committed, self.likeliest[b].tolist(), strict=False)
-        for copy, token, likeliest in columns:
+        judged = self.judged[int(self.top_ks[b] > 1), int(self.kinds[b])]
+        for copy, token, first in zip(copies, committed, self.firsts[b].tolist(), strict=False):
             if copy < 0:
                 break
-            if copy != likeliest:
+            if copy != first:
                 judged[0] += copy == token
-                judged[1] += likeliest == token
+                judged[1] += first == token
             if copy != token:
                 break
 
@@ -101,20 +104,21 @@ def test_copies_follow_the_latest_of_the_longest_matches(sizes):
         for b, known in enumerate(requests.known):
             expected, length = searched(known[-sizes[1] :], sizes[2])
             assert requests.copies[b].tolist() == expected
-            assert int(requests.matches[b]) == length
+            assert int(requests.kinds[b]) == (length + 1) // 4
     assert torch.equal(requests.counts, requests.judged)
     assert (requests.judged.sum((0, 1)) > 0).all()
-    assert 0 < requests.totals[1] <= requests.totals[0]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_kernel_does_what_its_reference_does(sizes):
     def both(given):
-        written = [given[0], *given[7:10]]
+        written = [given[0], *given[7:9]]
         other = [t.clone().to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given]
-        assert torch.equal(copy_kernel.launch(*other).cpu(), copy_drafts_reference(*given))
-        for mine, its in zip(written, [other[0], *other[7:10]], strict=True):
+        result = copy_drafts_reference(*given)
+        assert torch.equal(copy_kernel.launch(*other).cpu(), result)
+        for mine, its in zip(written, [other[0], *other[7:9]], strict=True):
             assert torch.equal(mine, its.cpu())
+        return result
 
     requests = Requests(*sizes)
     for turn in range(6):
@@ -127,20 +131,17 @@ def test_what_is_no_token_is_neither_matched_nor_copied():
     requests.history[requests.slots[0], :8] = torch.tensor([1, 2, 3, 4, -1, 7, 1, 2]).int()
     arguments = requests.history, requests.slots, torch.tensor([7]), torch.tensor([[3]])
     arguments += torch.ones(1, dtype=torch.int32), torch.empty(1, 0, dtype=torch.int64)
-    state = requests.rows[:1], requests.counts, requests.totals, VOCABULARY
+    state = requests.rows[:1], requests.counts, VOCABULARY
     copy_drafts_reference(*arguments, requests.top_ks, *state)
     assert requests.copies[0].tolist() == [4, -1, 7]
 
 
-def test_shares_begin_with_their_prior_and_follow_what_was_right():
+def test_a_copy_must_be_right_more_than_three_times_as_often():
     rows, top_ks = torch.zeros(4, 3, dtype=torch.int64), torch.tensor([1, 1, 1, 5])
-    rows[:, 2] = torch.tensor([0, 3, 16, 16])
+    rows[:, 2] = torch.tensor([0, 1, 4, 4])
     counts = torch.zeros(2, KINDS, 2, dtype=torch.int32)
-    prior = module.PRIOR / (module.PRIOR + module.DRAFTER_PRIOR)
-    torch.testing.assert_close(
-        copy_shares(rows, counts, top_ks), torch.tensor([0.0, prior, prior, prior])
-    )
-    counts[0, 4] = torch.tensor([100, 900])
-    shares = copy_shares(rows, counts, top_ks)
-    assert float(shares[2]) == pytest.approx(0.1, abs=0.01)
-    assert float(shares[3]) == pytest.approx(prior)
+    assert copy_weights(rows, counts, top_ks).tolist() == [0.0] * 4
+    counts[0, 1], counts[0, 4] = torch.tensor([4, 0]), torch.tensor([155, 50])
+    counts[0, 0] = 9
+    weights = copy_weights(rows, counts, top_ks)
+    assert weights[1] == 0.5 < weights[2] and weights[0] == weights[3] == 0

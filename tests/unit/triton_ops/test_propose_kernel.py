@@ -25,10 +25,10 @@ def copies_of(ids, g):
     bs, drafts, candidates = ids.shape
     chosen = torch.randint(0, candidates, (bs, drafts + 2), generator=g)
     rows = torch.randint(-1, 300, (bs, 2 * drafts + 5), generator=g)
-    copies, _, matches = parts(rows)
+    copies, _, kinds = parts(rows)
     some = torch.rand(bs, drafts, generator=g) < 0.7
     copies[:, :drafts][some] = ids.gather(-1, chosen[:, :drafts].unsqueeze(-1)).squeeze(-1)[some]
-    matches[:] = torch.tensor([3, 0, 6, 16, 9])[torch.arange(bs) % 5]
+    kinds[:] = torch.arange(bs) % KINDS
     return rows, torch.randint(0, 9, (2, KINDS, 2), generator=g, dtype=torch.int32)
 
 
@@ -144,21 +144,21 @@ def test_drafts_that_follow_copies(rank, changes, candidates):
     known = arguments(*sizes, exact=rank is not None, changes=changes, copied=True)
     known["scores"] /= 4
     tokens, q, _, ids = check(known)
-    copies, _, matches = parts(known["copy_rows"])
+    copies, _, kinds = parts(known["copy_rows"])
     copies = copies[:, :4]
     follows = (tokens == copies).long().cumprod(1).bool()
-    assert 0 < follows[matches > 0].sum() < copies.numel()
+    assert 0 < follows[kinds > 0].sum() < copies.numel()
     torch.testing.assert_close(q.sum(-1), torch.ones(10, 4))
     # What a copy replaced has no share but the copy's; without a match nothing changes.
     plain = check(known | dict.fromkeys(COPIES))
     for one, other in zip((tokens, q, ids), (plain[0], plain[1], plain[3]), strict=True):
-        assert torch.equal(one[matches == 0], other[matches == 0])
+        assert torch.equal(one[kinds == 0], other[kinds == 0])
 
 
 def test_a_copy_that_was_right_is_drafted_and_one_that_was_wrong_is_not():
     known = arguments(4, 3, 8, copied=True, filters="top_k")
-    copies, _, matches = parts(known["copy_rows"])
-    copies[:], matches[:] = torch.arange(290, 295), 16
+    copies, _, kinds = parts(known["copy_rows"])
+    copies[:], kinds[:] = torch.arange(290, 295), 4
     known["ids"] %= 290
     known["scores"][..., -1] = -30.0
     known["copy_counts"][..., 0], known["copy_counts"][..., 1] = 1 << 30, 0

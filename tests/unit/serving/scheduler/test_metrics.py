@@ -21,9 +21,13 @@ from tests.conftest import ROOT
 LABELS = {"model_name": "tiny", "tp_rank": 0}
 
 
+class Request(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def request(finished: bool = False, retracted: bool = False, top_k: int = 1):
     fields = {"is_retracted": retracted, "sampling_params": SimpleNamespace(top_k=top_k)}
-    return SimpleNamespace(finished=lambda: finished, **fields)
+    return Request(finished=lambda: finished, **fields)
 
 
 class Scheduler:
@@ -37,7 +41,7 @@ class Scheduler:
         self.spec_algorithm = SimpleNamespace(name=algorithm)
         self.control = WidthController(WidthSetting("adaptive", (1, 2, 4, 7)), 7)
         parts = {"width_control": self.control, "recorder": None, "metrics": None}
-        self.model_worker = SimpleNamespace(rounds=deque(), block=7, **parts)
+        self.model_worker = SimpleNamespace(rounds=deque(), block=7, _kinds={}, **parts)
         self.metrics_reporter = SimpleNamespace(current_scheduler_metrics_enabled=enabled)
 
     def round(
@@ -78,12 +82,13 @@ def test_rounds_are_counted_by_position_and_width():
     assert one.value(metrics.WIDTH_NOW) == 7
 
 
-def test_copies_are_counted_where_a_round_brings_their_totals():
-    one, totals = Scheduler(), torch.tensor([[5, 4], [5, 4], [12, 9]])
+def test_copies_are_counted_and_kinds_of_match_are_known_a_round_later():
+    one, reqs = Scheduler(), [request(), request()]
     start_counting(None, one)
-    for copied in (totals[0], None, totals[1], totals[2]):
-        one.round([1], copied=copied)
-    assert [one.value(n) for n in (metrics.COPIED, metrics.COPIES_ACCEPTED)] == [12, 9]
+    for accepted, copies in (([1, 6], [[0, 0], [4, 6]]), ([2, 0], [[1, 3], [0, 2]])):
+        one.round(accepted, reqs=reqs, copies=torch.tensor(copies))
+        assert [one.model_worker._kinds[req] for req in reqs] == [copies[0][0], copies[1][0]]
+    assert [one.value(n) for n in (metrics.COPIED, metrics.COPIES_ACCEPTED)] == [11, 8]
 
 
 @pytest.mark.parametrize("algorithm, enabled", [("HYPERDFLASH", False), ("DFLASH", True)])

@@ -3,7 +3,7 @@
     m    = length of the longest suffix, 3 to 16 tokens, that occurred before; the latest of equals
     c_k  = the k-th token after it        # past the end of what is known c repeats
     W, A = where c_k and the drafter's first choice differ: how often c_k was right, how often that
-    w    = W / (W + 3 A + 4)              # above 1/2: c is right more than three times as often
+    w    = W / (W + 6 A + 4)              # above 1/2: c is right more than six times as often
     q'_k = (1 - w) q_k + w [c_k]          # while the block's drafts follow c; greedy requests draft
                                           # c_k where w > 1/2
 
@@ -26,7 +26,7 @@ SHORTEST, LONGEST = 3, 16
 KINDS = (LONGEST + 1) // 4 + 1
 # Of w: what a right first choice counts, and what copies have against them from the start. A wrong
 # copy costs the rest of a trained drafter's block, and the counts are of other requests as well.
-AGAINST, HEADSTART = 3.0, 4.0
+AGAINST, HEADSTART = 6.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ def parts(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Views of c ``[bs, D]``, the first choices ``[bs, D]`` and the kinds ``[bs]``."""
     n = rows.shape[1] // 2
     return rows[:, :n], rows[:, n : 2 * n], rows[:, 2 * n]
+
+
+def matched(rows: torch.Tensor | None) -> torch.Tensor | None:
+    """The ``rows``, or None where no request has a match."""
+    return rows if rows is not None and parts(rows)[2].any() else None
 
 
 def copy_weights(rows: torch.Tensor, counts: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
@@ -108,6 +113,8 @@ def copy_drafts_reference(
         last = text[:, size - 1 - j, None]
         same = same & (last >= 0) & (pad(text, (j, -j), value=-1) == last)
         length += same
+        if not same[:, :-1].any():
+            break
     length[:, -1] = 0
     best = torch.where(length >= SHORTEST, length.long() * size + index, 0).amax(1, keepdim=True)
     start = best % size

@@ -24,7 +24,7 @@ import torch
 from sglang_hyperdflash.draft.adjust import Adjustments, adjust_candidates
 from sglang_hyperdflash.draft.dependency import DependencyHead, dependency_scores
 from sglang_hyperdflash.draft.filters import Sampling, filter_candidates
-from triton_ops.copies import Copies, copy_weights, parts
+from triton_ops.copies import Copies, copy_weights, matched, parts
 from triton_ops.gumbel import block_seeds, gumbel_noise
 from triton_ops.operator import register
 
@@ -138,6 +138,7 @@ def propose_greedy_reference(
     # Without a head as argmax over the vocabulary: the lowest id among equals.
     first = ids.masked_fill(scores < scores.amax(-1, keepdim=True), 1 << 62).amin(-1)
     tokens, copied = first.clone(), torch.zeros_like(first).bool()
+    copy_rows = matched(copy_rows)
     if copy_rows is not None:
         copies, firsts, _ = parts(copy_rows)
         follows = copy_weights(copy_rows, copy_counts, torch.ones_like(anchors)) > 0.5
@@ -219,7 +220,7 @@ def propose_reference(
     sampling = Sampling(temperatures, top_ks, top_ps, min_ps, filters, filters, filters, sequential)
     adjustments = Adjustments(*adjusting)
     changed = any(tensor is not None for tensor in adjusting)
-    row_seeds = block_seeds(seeds, seeded, positions[:, 0])
+    row_seeds, copy_rows = block_seeds(seeds, seeded, positions[:, 0]), matched(copy_rows)
     if gates is None and not changed and copy_rows is None:
         rows, row_sampling = scores.reshape(-1, candidates), sampling.repeated(drafts)
         scale = draft_scale(row_sampling, draft_temperature)

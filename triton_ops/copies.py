@@ -3,7 +3,7 @@
     m    = length of the longest suffix, 3 to 16 tokens, that occurred before; the latest of equals
     c_k  = the k-th token after it        # past the end of what is known c repeats
     W, A = where c_k and the drafter's first choice differ: how often c_k was right, how often that
-    w    = W / (W + 6 A + 4)              # above 1/2: c is right more than six times as often
+    w    = (W + 3) / (W + 8 A + 5)        # above 1/2 until the first choice is right instead
     q'_k = (1 - w) q_k + w [c_k]          # while the block's drafts follow c; greedy requests draft
                                           # c_k where w > 1/2
 
@@ -24,9 +24,9 @@ from triton_ops.operator import register
 SHORTEST, LONGEST = 3, 16
 # Kinds of matches, (m + 1) // 4: none, 3-6, 7-10, 11-14, 15-16 tokens.
 KINDS = (LONGEST + 1) // 4 + 1
-# Of w: what a right first choice counts, and what copies have against them from the start. A wrong
-# copy costs the rest of a trained drafter's block, and the counts are of other requests as well.
-AGAINST, HEADSTART = 6.0, 4.0
+# Of w. Without counts copies are drafted, or rounds of one row, which draft nothing, would never
+# count any. A wrong copy costs the rest of a trained drafter's block: it is counted eight times.
+AHEAD, AGAINST, BEHIND = 3.0, 8.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def copy_weights(rows: torch.Tensor, counts: torch.Tensor, top_ks: torch.Tensor)
     """``w [bs]`` fp32; 0 without a match."""
     kinds = parts(rows)[2]
     right, first_right = counts[(top_ks > 1).long(), kinds].float().unbind(1)
-    weights = right / (right + (AGAINST * first_right + HEADSTART))
+    right = right + AHEAD
+    weights = right / (right + (AGAINST * first_right + BEHIND))
     return weights.masked_fill(kinds == 0, 0.0)
 
 

@@ -16,7 +16,8 @@ from triton_ops import copies as reference
 
 _SHORTEST, _LONGEST = tl.constexpr(reference.SHORTEST), tl.constexpr(reference.LONGEST)
 _KINDS = tl.constexpr(reference.KINDS)
-_AGAINST, _HEADSTART = tl.constexpr(reference.AGAINST), tl.constexpr(reference.HEADSTART)
+_AHEAD, _BEHIND = tl.constexpr(reference.AHEAD), tl.constexpr(reference.BEHIND)
+_AGAINST = tl.constexpr(reference.AGAINST)
 _TILE, _WARPS = 2048, 16
 # fmt: off
 _PER_BATCH = [
@@ -30,8 +31,9 @@ _PER_BATCH = [
 def copy_weight(kind, top_k, counts_ptr):
     """Return ``w`` of a kind of match, as ``triton_ops.copies.copy_weights``."""
     counts_ptr += 2 * (tl.where(top_k > 1, _KINDS, 0) + kind)
-    right, first_right = tl.load(counts_ptr).to(tl.float32), tl.load(counts_ptr + 1).to(tl.float32)
-    return tl.where(kind > 0, tl.div_rn(right, right + (_AGAINST * first_right + _HEADSTART)), 0.0)
+    right = tl.load(counts_ptr).to(tl.float32) + _AHEAD
+    first_right = tl.load(counts_ptr + 1).to(tl.float32)
+    return tl.where(kind > 0, tl.div_rn(right, right + (_AGAINST * first_right + _BEHIND)), 0.0)
 
 
 @triton.jit

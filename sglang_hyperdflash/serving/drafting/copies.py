@@ -19,7 +19,7 @@ from sglang_hyperdflash.serving.verification.exact import Committed
 from triton_ops.copies import KINDS, Copies, copy_drafts
 
 # Rounds after which a judgement counts half.
-HALF_LIFE = 128
+HALF_LIFE = 256
 
 
 class CopyHistory:

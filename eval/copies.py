@@ -102,7 +102,7 @@ def measured(texts: list[Text], drafts: int) -> dict[str, Any]:
         rounds += followed(texts[i : i + BATCH], drafts)
 
     def of(kind: int) -> dict[str, float]:
-        accepted = [n for found, n in rounds if found == kind]
+        accepted = [n for match, n in rounds if match == kind]
         some = max(len(accepted), 1)
         return {
             "rounds": len(accepted) / len(rounds),
@@ -137,8 +137,8 @@ def main() -> None:
         texts = [tuple(tokenizer.encode(text) for text in pair) for pair in pairs]
         each = {f"{n} drafts": measured(texts, n) for n in args.drafts}
         result["sources"][name] = each
-        for drafts, found in each.items():
-            print(f"{name}, {drafts}: accept length {found['accept length']:.2f}")
+        for drafts, numbers in each.items():
+            print(f"{name}, {drafts}: accept length {numbers['accept length']:.2f}")
     write_json(args.out, result, indent=1)
 
 

@@ -238,7 +238,7 @@ def propose_reference(
     for k in range(drafts):
         s, row = scores[:, k], ids[:, k]
         if gates is not None:
-            previous = torch.cat([block_tokens[:, :1], tokens], 1)[:, k]
+            previous = tokens[:, -1] if k else block_tokens[:, 0]
             s = s + dependency_scores(predecessor, successor, previous, gates[:, k], row)
         if changed:
             s = adjust_candidates(s, row, tokens, positions[:, k], adjustments)

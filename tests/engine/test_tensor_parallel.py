@@ -35,8 +35,8 @@ def test_tokens_are_the_baselines_and_drafts_the_decoders(
         accepted += counters(answer["meta_info"])[0]
         histograms.append(counters(answer["meta_info"])[2])
     assert_lengths_vary(histograms)
-    # Sums over two ranks round differently: a draft's own near-tie may flip. Copies may add.
-    assert accepted > 0.9 * expected > len(histograms)
+    # Sums over two ranks round differently: a draft's own near-tie may flip, no more.
+    assert accepted == pytest.approx(expected, rel=0.1) and accepted > len(histograms)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def test_no_more_launches_and_bytes_than_the_budget(row):
         assert launches == most and STALE * most_moved <= moved <= most_moved, message
 
 
-def rehearsed(head: bool, vocabulary: int, *widths: int, copied: int = BLOCK - 1) -> Counter:
+def rehearsed(head: bool, vocabulary: int, *widths: int) -> Counter:
     """What a start runs; it may wait."""
     with FakeCuda() as cuda:
         tables = (torch.empty(vocabulary, RANK, device="cuda") for _ in range(2))
@@ -37,7 +37,7 @@ def rehearsed(head: bool, vocabulary: int, *widths: int, copied: int = BLOCK - 1
         given = SimpleNamespace(gate=SimpleNamespace(out_features=RANK), **names)
         with cuda.count(may_wait=True) as counter:
             sizes = CANDIDATES, vocabulary, widths, "cuda"
-            rehearsal.rehearse(given if head else None, *sizes, copied=copied)
+            rehearsal.rehearse(given if head else None, *sizes, copied=BLOCK - 1)
     return counter
 
 

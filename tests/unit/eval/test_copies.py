@@ -16,7 +16,7 @@ def test_rounds_of_a_repeated_text():
 
 def test_the_rounds_of_several_texts_add_up_to_their_tokens():
     texts = [(list(range(n, 2 * n)), [*range(n, 2 * n), 0]) for n in (5, 17, 40)]
-    found = measured(texts, 6)
-    assert found["tokens"] == sum(len(answer) for _, answer in texts)
+    numbers = measured(texts, 6)
+    assert numbers["tokens"] == sum(len(answer) for _, answer in texts)
     rounds = sum(len(list(followed([text], 6))) for text in texts)
-    assert found["accept length"] == found["tokens"] / rounds
+    assert numbers["accept length"] == numbers["tokens"] / rounds

@@ -21,7 +21,7 @@ COPIES = ("copy_rows", "copy_counts")
 
 
 def copies_of(ids, g):
-    """Of every third request none; else some of the candidates, then any token or none at all."""
+    """Of every fifth request none; else some of the candidates, then any token or none at all."""
     bs, drafts, candidates = ids.shape
     chosen = torch.randint(0, candidates, (bs, drafts + 2), generator=g)
     rows = torch.randint(-1, 300, (bs, 2 * drafts + 5), generator=g)

@@ -15,7 +15,7 @@ from sglang_hyperdflash.serving.scheduler import metrics
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, ROUNDS, start_counting
 from sglang_hyperdflash.serving.settings import WidthSetting
 from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
-from sglang_hyperdflash.serving.worker import HyperDFlashWorker, Round
+from sglang_hyperdflash.serving.worker import UNKNOWN, HyperDFlashWorker, Round
 from tests.conftest import ROOT
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}
@@ -83,12 +83,23 @@ def test_rounds_are_counted_by_position_and_width():
 
 
 def test_copies_are_counted_and_kinds_of_match_are_known_a_round_later():
-    one, reqs = Scheduler(), [request(), request()]
+    """Two rounds in a row without a match are a request that copies nothing."""
+    one, reqs = Scheduler(), [request(), request(top_k=50)]
     start_counting(None, one)
-    for accepted, copies in (([1, 6], [[0, 0], [4, 6]]), ([2, 0], [[1, 3], [0, 2]])):
-        one.round(accepted, reqs=reqs, copies=torch.tensor(copies))
-        assert [one.model_worker._kinds[req] for req in reqs] == [copies[0][0], copies[1][0]]
-    assert [one.value(n) for n in (metrics.COPIED, metrics.COPIES_ACCEPTED)] == [11, 8]
+    sampled = UNKNOWN + 1
+    classes = [[UNKNOWN, 4], [1, UNKNOWN], [UNKNOWN, 0], [0, 0], [0, 2]]
+    rounds = (
+        [[0, 0], [4, 6]],
+        [[1, 3], [0, 2]],
+        [[0, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+        [[0, 0], [2, 0]],
+    )
+    for copies, (greedy, drawn) in zip(rounds, classes, strict=True):
+        one.round([1, 6], reqs=reqs, copies=torch.tensor(copies))
+        of = partial(HyperDFlashWorker._class_of, one.model_worker)
+        assert [of(req) for req in reqs] == [greedy, sampled + drawn]
+    assert [one.value(n) for n in (metrics.COPIED, metrics.COPIES_ACCEPTED)] == [11, 9]
 
 
 @pytest.mark.parametrize("algorithm, enabled", [("HYPERDFLASH", False), ("DFLASH", True)])

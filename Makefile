@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # What make test runs; each of the others has a target of its own.
 FAST := not gpu and not slow and not faults and not disaggregation and not replicas and not v4
 
-.PHONY: setup demo quick test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench launches learn-demo retrain eval-tiny figures reference
+.PHONY: setup demo quick test lint slow-test fault-test soak v4-test pd-test router-test gpu-test gpu-visit bench launches learn-demo eval-tiny figures reference
 
 # A folder with benchmarks/*.jsonl; see docs/results.md.
 DATA ?= data
@@ -79,10 +79,6 @@ launches: setup
 # About an hour on two idle cores: an untrained drafter learns from what its server answers.
 learn-demo: setup
 	PYTHONPATH=. $(BIN)/python examples/tiny_deepseek_v4/learn_demo.py --out build/learn_demo
-
-# Under 45 minutes on two idle cores; fails when the new drafter is worse than the committed one.
-retrain: setup
-	PYTHONPATH=. $(BIN)/python examples/tiny_deepseek_v4/retrain.py --out build/retrain
 
 eval-tiny: setup
 	$(BIN)/python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out

@@ -27,10 +27,10 @@ from typing import Any
 import requests
 from transformers import AutoTokenizer
 
+import corpus
 from eval import rivals
 from exchange_prompts import BENCHMARK_SEED
 from exchanges import KINDS, in_turn
-from own_answers import TARGET, write_answers
 from sglang_hyperdflash.cli import main as hyperdflash
 from sglang_hyperdflash.serving.settings import COPY, DRAFT_TEMPERATURE, FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms, counters
@@ -41,7 +41,8 @@ from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, comparable_arguments
 from study_report import BASELINE, NOISE, render
 
-TRAINING_FILE = Path(__file__).resolve().parent / "drafter.toml"
+TARGET = Path(__file__).resolve().parent / "target"
+TRAINING_FILE = TARGET.parent / "drafter.toml"
 SAMPLING = {
     "0": {"temperature": 0.0},
     "0.6": {"temperature": 0.6, "top_p": 0.95},
@@ -140,12 +141,31 @@ def train_drafter(
     return folder / "trained"
 
 
+def write_answers(work: Path) -> Path:
+    """The folder of the target's answers; asks a server for what is missing."""
+    prompts, answers = work / "prompts", work / "answers"
+    if (answers / "complete").is_file():
+        return answers
+    corpus.write(prompts)
+    with server_of(BASELINE, None, work / "answers.log").wait() as server:
+        for path in sorted(prompts.glob("*.jsonl")):
+            kinds = {path.stem: "0"} if path.stem == "greedy" else {path.stem: "1"}
+            if path.stem.startswith("held_out_"):
+                kinds = {path.stem: "0", f"{path.stem}_sampled": "1"}
+            for name, temperature in kinds.items():
+                files = ["--input", str(path), "--output", str(answers / f"{name}.jsonl")]
+                sampling = ["--temperature", temperature, "--top-p", "1", "--top-k", "-1"]
+                asked = ["--server", server.url, "--target", str(TARGET), "--max-new-tokens", "128"]
+                if hyperdflash(["regenerate", *asked, *files, *sampling]):
+                    raise SystemExit(f"{answers}: hyperdflash regenerate failed.")
+    write_text(answers / "complete", "")
+    return answers
+
+
 def drafter_of(name: str, seed: int, args: argparse.Namespace) -> Path:
     """The variant's trained drafter; trains it first where it is missing."""
     name = VARIANTS[name].of or name
-    folder, answers = args.work / name / f"seed-{seed}", args.work / "answers"
-    if not (answers / "sampled.jsonl").is_file():  # the last one to be written
-        write_answers(answers)
+    folder, answers = args.work / name / f"seed-{seed}", write_answers(args.work)
     parts = ((answers / f"{part}.jsonl").read_bytes() for part in ("greedy", "sampled"))
     record, expected = folder / "trained.json", {"steps": args.steps, "answers": bytes_hash(parts)}
     if not record.is_file():

@@ -1,4 +1,4 @@
-"""Exchanges with computed answers: what the tiny DeepSeek-V4 is trained on and judged by.
+"""Exchanges with computed answers: what the tiny DeepSeek-V4 was trained on and is judged by.
 
     from exchanges import FAMILIES, generate
     for exchange in generate(seed=1234, per_family=8):
@@ -28,7 +28,6 @@ __all__ = [
     "in_turn",
     "is_held_out",
     "is_right",
-    "stream",
 ]
 
 GROUPS = (arithmetic, quantities, lists, records, programs, texts, orders)
@@ -83,18 +82,6 @@ def in_turn(
     """What ``generate`` yields, but the families in turn: the first few are of all of them."""
     drawn = (generate(seed, per_family, (name,), or_all=or_all) for name in families)
     return filter(None, chain.from_iterable(zip_longest(*drawn)))
-
-
-def stream(seed: int, part: int = 0) -> Iterator[Exchange]:
-    """Yield training exchanges without end, the families at random.
-
-    A seed has any number of independent parts, so that a training step can have one of its own.
-    """
-    if seed >= FIRST_HELD_OUT_SEED:
-        raise ValueError(f"seed {seed} is for held-out problems; train on 0 to 999.")
-    rng, names = Random(f"{seed}/stream/{part}"), list(FAMILIES)
-    while True:
-        yield FAMILIES[rng.choices(names)[0]].draw(rng, held_out=False)
 
 
 def is_right(prompt: dict, reply: str) -> bool:

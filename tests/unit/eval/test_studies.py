@@ -1,13 +1,10 @@
-"""The studies next to a run: widths by load, their replay, prefix reuse, operations of a step."""
+"""The studies next to a run: widths by load, operations of a step."""
 
 import json
 from xml.etree import ElementTree
 
-import pytest
-
-from eval import reuse, step_flops, width, width_replay
+from eval import step_flops, width
 from eval.__main__ import main
-from eval.errors import EvalError
 from eval.methods import Method
 from eval.width import over, pooled, table, write_report
 from sglang_hyperdflash.training.objective import Objective
@@ -74,27 +71,6 @@ def test_a_study_of_widths_repeats_prompts_and_does_not_count_the_first_round(
     asked = [tuple(m["content"] for m in request["messages"]) for request in baseline.requests]
     assert len(set(asked)) == 6 and {len(turns) for turns in asked} == {1}
     assert main([*options, "--rounds", "4"]) == 2
-
-
-def test_the_policy_does_what_the_committed_replay_says():
-    committed = json.loads((ROOT / "eval/results/v4_width/results.json").read_bytes())
-    tiny = json.loads((ROOT / "eval/results/tiny/results.json").read_bytes())
-    name, survives = next(iter(width_replay.acceptances(tiny).items()))
-    rows = {row["requests"]: row for row in committed["kinds"][name]["steady"]}
-    assert json.loads(json.dumps(width_replay.steady(survives, 8))) == rows[8]
-
-
-def test_a_rate_of_reuse_is_of_all_tokens_and_both_servers_have_as_many_bytes():
-    lines = {"cached_tokens": [0, 30, 40, 50, 10, 30, 40, 50], "input_lens": [40, 50, 60, 50] * 2}
-    lines |= {"ttfts": [0.3, 0.01, 0.02, 0.03, 0.1, 0.04, 0.05, 0.06], "errors": [""] * 8}
-    expected = {"hit_rate": 250 / 400, "first_turn_ms": 200, "later_turns_ms": 35}
-    assert reuse.numbers_of(lines) == pytest.approx(expected)
-    with pytest.raises(EvalError, match="too long"):
-        reuse.numbers_of(lines | {"errors": [""] * 7 + ["too long"]})
-    by_name = {method.name: method.arguments for method in reuse.methods()}
-    slots = int(by_name[reuse.SAME_BYTES][-1])
-    target, draft = reuse.slot_bytes(reuse.TARGET), reuse.slot_bytes(reuse.DRAFTER)
-    assert slots * (target + draft) <= reuse.SLOTS * target < (slots + 1) * (target + draft)
 
 
 def test_a_steps_products_are_bf16_but_where_the_file_says_fp32():

@@ -1,76 +1,38 @@
 """The scripts that made the tiny target and its drafters, each on a few prompts or stubs."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.config import load_config, parse_config
-from sglang_hyperdflash.tools.errors import HyperDFlashError
+from sglang_hyperdflash.training.conversations import parse_conversation
 from sglang_hyperdflash.training.recipe import read_schedule
 from tests.conftest import EXAMPLE
 
 pytestmark = pytest.mark.heavy
 
 
-@pytest.mark.slow
-def test_a_target_s_training_resumes_from_its_state(script, target_dir, tmp_path, monkeypatch):
-    pretrain = script("pretrain")
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
-    monkeypatch.setattr(pretrain, "HELD_OUT_PER_FAMILY", 1)
-    monkeypatch.setattr(pretrain, "ROWS", 2)
-    args = SimpleNamespace(out=target_dir, work=tmp_path, layers=2, expert_width=32)
-    first = pretrain.Run(args)
-    first.step(1.0)
-    first.save()
-    expected = first.step(1.0)
-    resumed = pretrain.Run(args)
-    assert resumed.step(1.0) == expected and resumed.state["step"] == 2
-
-
-@pytest.mark.slow
-def test_answers_are_kept_and_other_prompts_are_refused(script, monkeypatch, tmp_path):
-    corpus, own_answers = script("corpus"), script("own_answers")
+def test_prompts_of_all_kinds_are_the_same_every_time(script, monkeypatch, tmp_path):
+    corpus = script("corpus")
     monkeypatch.setattr(corpus, "PER_FAMILY", {"train": 4, "held_out": 2})
     monkeypatch.setattr(corpus, "SCRAMBLED_PROMPTS", {"train": 20, "held_out": 12})
-    monkeypatch.setattr(own_answers, "MAX_NEW", 12)
-    monkeypatch.setattr(own_answers, "MAX_PROMPT", 48)
-    out = tmp_path / "answers"
-    own_answers.write_answers(out, per_kind=2, held_out=1)
-    before = {path.name: path.read_text() for path in out.glob("*.jsonl")}
-    lines = [json.loads(line) for text in before.values() for line in text.splitlines()]
-    assert len(before) == 10 and lines
-    for line in lines:
-        (sample,) = line["samples"]
-        ((start, end),) = sample["spans"]
-        assert 8 <= end - start <= 12 and end == len(sample["tokens"])
-    (out / "greedy.jsonl").unlink()
-    (out / "sampled.jsonl").write_text("kept\n")
-    own_answers.write_answers(out, per_kind=2, held_out=1)
-    assert (out / "greedy.jsonl").read_text() == before["greedy.jsonl"]
-    assert (out / "sampled.jsonl").read_text() == "kept\n"
-    with pytest.raises(HyperDFlashError, match="held_out"):
-        own_answers.write_answers(out, per_kind=2, held_out=2)
-    # Prompts come family by family in turn; those that are chosen are of all of them.
-    chosen = own_answers.spread([[i] for i in range(240)], 60)
-    assert len({i % 12 for (i,) in chosen}) == 12
-
-
-def test_a_retrained_drafter_that_is_worse_fails(script, call, monkeypatch, tmp_path):
-    retrain, taus = script("retrain"), {"committed": {"math": 3.0, "code": 4.0}}
-    monkeypatch.setattr(retrain, "write_answers", lambda *_: None)
-    monkeypatch.setattr(retrain, "train_drafter", lambda *_, **__: None)
-    monkeypatch.setattr(retrain, "compare", lambda out: taus)
-    for name, retrained, code in (("worse", 2.9, 1), ("better", 3.1, 0)):
-        taus["retrained"] = {"math": retrained, "code": 4.0}
-        assert call("retrain", "--out", tmp_path / name) == code
-        assert json.loads((tmp_path / name / "report.json").read_text())["tau"] == taus
-    with pytest.raises(SystemExit):  # a folder with files
-        call("retrain", "--out", tmp_path / "better")
-    with pytest.raises(SystemExit, match="--budget-minutes"):
-        call("retrain", "--out", tmp_path / "new", "--budget-minutes", retrain.RESERVE_MINUTES)
+    for name in ("first", "again"):
+        corpus.write(tmp_path / name, per_kind=2, held_out=1)
+    files = {path.stem: path.read_text() for path in (tmp_path / "first").iterdir()}
+    assert files == {path.stem: path.read_text() for path in (tmp_path / "again").iterdir()}
+    kinds = {f"held_out_{kind}" for kind in corpus.KINDS}
+    assert set(files) == {"greedy", "sampled", *kinds}
+    lines = {name: list(map(json.loads, text.splitlines())) for name, text in files.items()}
+    assert [len(lines[name]) for name in ("greedy", "sampled")] == [5, 5]
+    for each in lines.values():
+        for line in each:
+            assert parse_conversation(line, "here").messages[0]["role"] == "user"
+            said = [m["content"] for m in line["messages"] if m["role"] == "user"]
+            assert 0 < sum(map(len, said)) <= corpus.LONGEST
+    # Conversations come family by family in turn; those that are chosen are of all of them.
+    turns = [[{"role": "user", "content": str(i)}] for i in range(240)]
+    assert len({int(m["content"]) % 12 for (m,) in corpus.chosen(turns, 60)}) == 12
 
 
 @pytest.mark.parametrize(

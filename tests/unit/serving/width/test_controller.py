@@ -7,13 +7,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from eval.width_replay import policy_of
 from sglang_hyperdflash.serving.settings import WIDTH, WIDTHS, WidthSetting, read_width
 from sglang_hyperdflash.serving.width import policy as policy_module
 from sglang_hyperdflash.serving.width import timing
 from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from tests.unit.serving.width.replay import policy_of
 
 SET = WidthSetting("adaptive", (1, 2, 4, 7))
 RANDOM, FULL = WidthSetting("random", (1, 2, 4, 7)), WidthSetting("full", (4,))

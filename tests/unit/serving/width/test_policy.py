@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from eval.width_replay import policy_of, replay
 from sglang_hyperdflash.serving.width.policy import Acceptance, CostTable, WidthPolicy, best_width
+from tests.unit.serving.width.replay import policy_of, replay
 
 WIDTHS = (1, 2, 4, 7)
 GOOD, FAIR, HOPELESS = [0.8] * 6, [0.45] * 6, [0.02] * 6

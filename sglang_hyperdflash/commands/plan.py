@@ -2,8 +2,7 @@
 
 Nothing is loaded and no GPU is needed: SGLang resolves the server's arguments and runs its pool
 configurator, with our hooks, on the two checkpoints' ``config.json``. The cost of a training is
-:mod:`sglang_hyperdflash.commands.plan_training`'s, bounds of acceptance are
-:mod:`sglang_hyperdflash.commands.plan_logprobs`'s.
+:mod:`sglang_hyperdflash.commands.plan_training`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.commands import plan_logprobs, plan_training
+from sglang_hyperdflash.commands import plan_training
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.targets.kinds import text_fields
 from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
@@ -340,16 +339,12 @@ def _weights_gib(target: str, tp: int) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or its JSON."""
-    if args.logprobs is not None:
-        return plan_logprobs.run(args)
-    if args.round_costs is not None:
-        raise HyperDFlashConfigError("--round-costs is for --logprobs FILE. Give both.")
     for name in ("draft",) if args.training else ("draft", "target", "gpu_gib"):
         if getattr(args, name) is None:
             raise HyperDFlashConfigError(
                 f"--{name.replace('_', '-')} is needed for "
-                f"{'a training' if args.training else 'K/V memory'}. Give it, or another of "
-                "--training FILE and --logprobs FILE."
+                f"{'a training' if args.training else 'K/V memory'}. Give it"
+                f"{'' if args.training else ', or --training FILE'}."
             )
     if args.training is not None:
         return plan_training.run(args)
@@ -375,21 +370,16 @@ def add_parser(commands) -> None:
     """Register ``plan`` and its arguments."""
     parser = commands.add_parser(
         "plan",
-        help="compare the K/V memory of speculative methods, count the cost of a training, or "
-        "bound what a drafter can accept",
+        help="compare the K/V memory of speculative methods, or count the cost of a training",
         description="Print K/V bytes per token, K/V tokens on one GPU and their share of the "
         "baseline's, without a GPU or weights. Other memory: what HYPERDFLASH needs outside "
         "weights and K/V, at most; the target's own graphs are not counted. With --training print "
-        "a training file's GPU hours, bytes and days instead, with --logprobs what drafters can "
-        "accept at most of answers that you have.",
+        "a training file's GPU hours, bytes and days instead.",
     )
     add, gib = parser.add_argument, number(float, "at least 0", lambda x: 0 <= x < math.inf)
     needed = "(no default: needed for K/V memory)"
     add("--target", help=f"folder or hub id; only its config.json is read {needed}")
-    add(
-        "--draft",
-        help="folder or hub id of the HyperDFlash drafter (no default: not needed with --logprobs)",
-    )
+    add("--draft", help="folder or hub id of the HyperDFlash drafter (needed)")
     add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
     add("--gpu-gib", type=gib, help=f"memory of one GPU, GiB {needed}")
     add("--weights-gib", type=gib, help="weights on one GPU, GiB (default: index size / tp)")
@@ -404,5 +394,4 @@ def add_parser(commands) -> None:
     )
     add("--json", action="store_true", help="print JSON")
     plan_training.add_arguments(parser)
-    plan_logprobs.add_arguments(parser)
     parser.set_defaults(run=run)

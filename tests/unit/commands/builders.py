@@ -1,7 +1,6 @@
 """Files of rows, a training file that runs in seconds, and what the commands' tests run."""
 
 import json
-import math
 from pathlib import Path
 
 from sglang_hyperdflash.cli import main
@@ -14,8 +13,6 @@ SIZES = [
     *("--intermediate-size", "64", "--dependency-rank", "0"),
 ]
 COUNT = ", ".join(map(str, range(30)))
-# Of each token: its probability, and those of the other listed tokens. The first is not drafted.
-TOKENS = [(0.9, 0.05), (0.5, 0.3), (0.2, 0.6), (0.8, 0.1), (0.9, 0.05)]
 
 
 def write_rows(path: Path, *rows: object) -> Path:
@@ -57,12 +54,3 @@ def small(folder: Path, target_dir: Path, steps=2, **changes) -> Path:
     lines += ["[held_out]", 'count = "a.jsonl"', "[[stage]]", 'data = ["a.jsonl"]']
     lines += [f"steps = {steps}", "batch = 2", "every = 1", "bf16 = false"]
     return write_rows(folder / "train.toml", *lines, *(f"{k} = {v}" for k, v in stage.items()))
-
-
-def native(tokens=TOKENS) -> dict:
-    """An answer with log-probabilities, as SGLang's ``/generate`` returns it."""
-    chosen = [[math.log(p), i, None] for i, (p, _) in enumerate(tokens)]
-    others = [[math.log(other), 99, None] for _, other in tokens]
-    listed = [sorted(both, reverse=True) for both in zip(chosen, others, strict=True)]
-    meta = {"output_token_logprobs": chosen, "output_top_logprobs": listed}
-    return {"text": "", "meta_info": meta}

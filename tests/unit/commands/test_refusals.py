@@ -20,7 +20,7 @@ from sglang_hyperdflash.tools.ownership import claim
 from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import read_schedule
 from sglang_hyperdflash.training.store.manifest import Data
-from tests.unit.commands.builders import RECIPE, SAMPLE, native, small, write_rows
+from tests.unit.commands.builders import RECIPE, SAMPLE, small, write_rows
 from tests.unit.serving.v4_shapes import FLASH
 
 # In the working folder; what a case adds comes after these.
@@ -337,35 +337,3 @@ def test_a_bad_field_of_a_training_file(tmp_path, old, new, named):
     assert old in WHOLE
     with pytest.raises(HyperDFlashConfigError, match=named):
         read_schedule(write_rows(tmp_path / "train.toml", WHOLE.replace(old, new)))
-
-
-NO_LIST, STREAMED, HUGE = native(), native(), native()
-NO_LIST["meta_info"]["output_top_logprobs"][2] = None
-STREAMED["meta_info"]["finish_reason"] = None
-HUGE["meta_info"]["output_token_logprobs"][2][0] = -(10**400)
-HUGE["meta_info"]["output_top_logprobs"][2] = [[-(10**400), 2, None]]
-COSTS = 'hyperdflash:round_seconds{requests="%d",width="%d",sampled="true"} %s\n'
-
-
-@pytest.mark.parametrize(
-    "replies, costs, named",
-    [
-        ([native(), {"text": "a", "meta_info": {"id": "b"}}], None, "answers:2"),
-        ([native(), {"choices": [{"logprobs": None}]}], None, "answers:2"),
-        ([native(), native([(0.9, 0.1), (2.0, 0.1)])], None, "answers:2"),
-        *(([native(), wrong], None, "answers:2") for wrong in (NO_LIST, STREAMED, HUGE, 7)),
-        ([native()], None, "found 1"),
-        ([native([(0.9, 0.05)])] * 2, None, "found 0"),
-        ([native()] * 2, "", "0 batch sizes"),
-        ([native()] * 2, COSTS % (1, 1, 1) + COSTS % (1, 4, 2) + COSTS % (64, 1, 2), "2 batch"),
-        ([native()] * 2, COSTS % (1, 2, 1) + COSTS % (1, 4, 2), "width 1"),
-        ([native()] * 2, COSTS % (1, 1, 1) + COSTS % (1, 4, 0), "above 0"),
-        ([native()] * 2, 'hyperdflash:round_seconds{requests="1"} fast\n', "costs"),
-    ],
-)
-def test_lines_that_bound_nothing(folder, refused, replies, costs, named):
-    write_rows(folder / "answers", *replies)
-    if costs is not None:
-        Path("costs").write_text(costs)
-    more = [] if costs is None else ["--round-costs", "costs"]
-    assert named in refused("plan", "--logprobs", "answers", *more)

@@ -9,8 +9,10 @@ from itertools import islice
 import pytest
 import torch
 
-from sglang_hyperdflash.tools.server_process import Server
+from sglang_hyperdflash.serving.settings import COPY, FULL, WIDTH
+from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget
+from tests.engine.conftest import FP32
 from tests.target_probabilities import target_probabilities
 from tests.unit.statistics_help import chi_square_p_value
 
@@ -113,8 +115,15 @@ def test_engine_draws_follow_the_targets_distribution(hyper_server, contexts, ea
 
 
 @pytest.mark.slow
-def test_a_greedy_request_drafts_with_its_bias_whoever_is_next_to_it(hyper_server, own_prompts):
-    """The bias forbids what it would say; drafts of that are refused."""
+def test_a_greedy_request_drafts_with_its_bias_whoever_is_next_to_it(
+    servers, target_dir, drafter_dir, own_prompts
+):
+    """The bias forbids what it would say; drafts of that are refused.
+
+    Copies would follow earlier requests' luck, and so would the rounds.
+    """
+    arguments = (*FP32, "--random-seed", "7", *hyperdflash_arguments(drafter_dir))
+    server = servers.get("biased", target_dir, *arguments, environment={WIDTH: FULL, COPY: "0"})
     greedy = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
     biased = greedy | {"logit_bias": dict.fromkeys(("1", "20", "22", "225"), -100.0)}
     sampled = greedy | {"temperature": 1, "max_new_tokens": 96}
@@ -122,10 +131,11 @@ def test_a_greedy_request_drafts_with_its_bias_whoever_is_next_to_it(hyper_serve
     def rounds(prompt: list[int], *sampling: dict) -> tuple[list[int], list[int]]:
         """Tokens of the first request of a batch, and its rounds by accepted drafts."""
         prompts = [prompt, *own_prompts[-1:]][: len(sampling)]
-        answer = hyper_server.generate(input_ids=prompts, sampling_params=list(sampling))[0]
+        answer = server.generate(input_ids=prompts, sampling_params=list(sampling))[0]
         return answer["output_ids"], answer["meta_info"]["spec_correct_drafts_histogram"]
 
     alone = [rounds(prompt, biased) for prompt in own_prompts[:3]]
     plain = [rounds(prompt, greedy) for prompt in own_prompts[:3]]
     assert not any(a[0] == b[0] for a, b in zip(alone, plain, strict=True))
     assert alone == [rounds(prompt, biased, sampled) for prompt in own_prompts[:3]]
+    servers.stop("biased")

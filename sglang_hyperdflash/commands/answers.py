@@ -1,8 +1,8 @@
-"""Commands that answer prompts: how a server is asked, and an output that is its own resume state.
+"""Answers of running servers to prompts, and an output file that holds the state of its run.
 
 Neither the prompts nor the answers are kept in memory. Rows that cannot be used and refused prompts
-are listed in ``OUTPUT.left_out.jsonl``; the next run asks the refused ones again, but for
-conversations that have answers from before the refused turn: these keep them, with the reason.
+are listed in ``OUTPUT.left_out.jsonl``. The next run asks the refused prompts again, except
+conversations with answers from before the refused turn: these keep their answers and the reason.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from sglang_hyperdflash.training.rows import LeftOut, read_rows
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is asked.
+    """The turns of one row that the target answers.
 
     Attributes:
-        index: its number in the input. digest: a hash of it. where: its ``file:line``.
-        steps: lists of messages; after each of them the target answers. A step of tool results
+        index: the row's number in the input.
+        digest: a hash of the row, 16 hex digits.
+        where: the row's ``file:line``.
+        steps: lists of messages; the target answers after each of them. A step with tool results
             begins with the message that called the tools.
         text: a raw prompt instead of messages; ``steps`` is then one empty list.
-        chat: its tools and options, without messages.
+        chat: the tools and options, without messages.
     """
 
     index: int
@@ -49,11 +51,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Conversations of some data, read again each time, so that none is kept in memory.
+    """Conversations of some data, read from disk each time.
 
     Attributes:
-        noun: what they are called. parse: makes one of a row; see :meth:`LeftOut.usable`.
-        limit: the most rows, or None. strict: no row may be left out.
+        noun: the plural that messages call them.
+        parse: makes a conversation of a row; see :meth:`LeftOut.usable`.
+        limit: the largest number of rows, or None.
+        strict: whether a row that cannot be used ends the command.
     """
 
     noun: str
@@ -63,21 +67,21 @@ class Prompts:
     strict: bool
 
     def read(self, left_out: LeftOut) -> Iterator[Conversation]:
-        """The usable ones in order; their indices have gaps where rows are left out."""
+        """Yield the usable conversations in order; their indices skip rows that are left out."""
         return left_out.usable(islice(read_rows(self.sources), self.limit), self.parse)
 
 
 @dataclass(frozen=True)
 class Asker:
-    """Asks servers whole conversations.
+    """Has servers answer whole conversations.
 
     Attributes:
-        limit: the servers' smallest ``max_req_input_len``: the most tokens of a prompt, plus one;
-            it leaves out what SGLang reserves of the context and of the K/V pool.
+        limit: the servers' smallest ``max_req_input_len``: the most tokens of a prompt, plus one.
+            What SGLang reserves of the context and of the K/V pool is already subtracted.
         sampling: SGLang's parameters; ``max_new_tokens`` is cut to what ``limit`` leaves.
-        options: those of every conversation that does not have its own.
-        finished_only: an answer that is cut by length is emptied and ends its conversation.
-        cut: how many answers are cut, and how many are not.
+        options: the chat options of conversations that do not have their own.
+        finished_only: whether an answer that is cut by length is emptied and ends its conversation.
+        cut: the number of answers that are cut by length (True) and that are not (False).
     """
 
     pool: Pool
@@ -89,21 +93,25 @@ class Asker:
     cut: Counter[bool] = field(default_factory=Counter)
 
     async def converse(
-        self, asked: Conversation
+        self, conversation: Conversation
     ) -> tuple[list[Message], list[dict[str, Any]], str | None]:
-        """Ask the steps in order, each after the answers before it.
+        """Ask the steps in order, each after the answers to the steps before it.
 
         Returns:
             The messages with their answers, the server's replies, each with its ``input_ids``, and
             why the conversation ends early, or None.
         """
-        chat = Chat([], asked.chat.tools, {**self.options, **asked.chat.options})
+        options = {**self.options, **conversation.chat.options}
+        chat = Chat([], conversation.chat.tools, options)
         replies: list[dict[str, Any]] = []
-        for number, step in enumerate(asked.steps, 1):
-            turn = f"turn {number}: " if asked.text is None else ""
-            following = chat.with_messages(_continued(chat.messages, step))
+        for number, step in enumerate(conversation.steps, 1):
+            turn = f"turn {number}: " if conversation.text is None else ""
+            prompt = chat.with_messages(_continued(chat.messages, step))
             try:
-                tokens = self._tokens(asked, following)
+                if conversation.text is None:
+                    tokens = self.chats.prompt(prompt, conversation.where)
+                else:
+                    tokens = self.chats.tokenizer.encode(conversation.text, add_special_tokens=True)
                 reply = await self._generate(tokens)
             except (Refused, BadRow) as error:
                 return chat.messages, replies, f"{turn}{getattr(error, 'reason', error)}"
@@ -112,17 +120,10 @@ class Asker:
             if is_cut and self.finished_only:
                 replies.append(reply | {"input_ids": tokens, "output_ids": [], "text": ""})
                 return chat.messages, replies, f"{turn}the answer is cut by length"
-            if asked.text is None:
-                answer = self.chats.message(following, reply)
-                chat = chat.with_messages([*following.messages, answer])
+            if conversation.text is None:
+                chat = chat.with_messages([*prompt.messages, self.chats.message(prompt, reply)])
             replies.append(reply | {"input_ids": tokens})
         return chat.messages, replies, None
-
-    def _tokens(self, asked: Conversation, chat: Chat) -> list[int]:
-        """The prompt of the next answer."""
-        if asked.text is not None:
-            return self.chats.tokenizer.encode(asked.text, add_special_tokens=True)
-        return self.chats.prompt(chat, asked.where)
 
     async def _generate(self, tokens: list[int]) -> dict[str, Any]:
         room = self.limit - len(tokens)
@@ -130,22 +131,22 @@ class Asker:
             raise Refused(
                 f"the prompt has {len(tokens)} tokens, the server accepts {self.limit - 1}"
             )
-        new = min(self.sampling["max_new_tokens"], room)
-        sampling = {**self.sampling, "max_new_tokens": new}
+        max_new_tokens = min(self.sampling["max_new_tokens"], room)
+        sampling = {**self.sampling, "max_new_tokens": max_new_tokens}
         return await self.pool.ask(input_ids=tokens, sampling_params=sampling)
 
 
 def _continued(messages: list[Message], step: list[Message]) -> list[Message]:
-    """The messages of the next prompt.
+    """Return the messages of the next prompt.
 
-    The results of tools belong to the calls of the data set. Where the target has made the same
-    calls its own message stays, else theirs takes its place.
+    Tool results answer the calls of the data set. If the target has made the same calls, its own
+    message stays; otherwise the data set's message replaces it.
     """
     if not (messages and step and step[0]["role"] == "assistant"):
         return [*messages, *step]
-    called = step[0].get("tool_calls") or []
-    if called and _calls(messages[-1]) == _calls(step[0]):
-        return [*messages[:-1], messages[-1] | {"tool_calls": called}, *step[1:]]
+    calls = step[0].get("tool_calls") or []
+    if calls and _calls(messages[-1]) == _calls(step[0]):
+        return [*messages[:-1], messages[-1] | {"tool_calls": calls}, *step[1:]]
     return [*messages[:-1], *step]
 
 
@@ -159,34 +160,36 @@ class Answers:
     """An output file that this run holds.
 
     Attributes:
-        count: of usable prompts.
-        done: the indices of those that the file answers. served: the names of the models that
-            answered them.
+        writer: appends records to the file.
+        count: the number of usable prompts.
+        done: the indices of the prompts that the file answers.
+        served: the names of the models that answered them.
         left_out: rows that cannot be used, and prompts that are refused or end early.
-        digests: of the usable prompts, by index.
+        digests: the digests of the usable prompts by index, 0 where a row is left out.
     """
 
-    path: Path
     writer: ResumableWriter
     prompts: Prompts
     count: int
-    done: frozenset[int]
-    served: frozenset[str]
+    done: set[int]
+    served: set[str]
     left_out: LeftOut
     digests: array[int]
 
     @property
     def left(self) -> int:
-        """How many prompts have no answer."""
+        """The number of prompts without an answer."""
         return self.count - len(self.done)
 
     def waiting(self) -> Iterator[Conversation]:
-        """The prompts without an answer, read one by one; raises where the input has changed."""
-        for one in self.prompts.read(LeftOut()):
-            if not _is_of(self.digests, one.index, one.digest):
-                raise HyperDFlashConfigError(f"{one.where} has changed since this run began.")
-            if one.index not in self.done:
-                yield one
+        """Yield the prompts without an answer; raise ``HyperDFlashConfigError`` if one changed."""
+        for conversation in self.prompts.read(LeftOut()):
+            if not _matches(self.digests, conversation.index, conversation.digest):
+                raise HyperDFlashConfigError(
+                    f"{conversation.where} has changed since this run began."
+                )
+            if conversation.index not in self.done:
+                yield conversation
 
     async def add_all(
         self,
@@ -194,17 +197,17 @@ class Answers:
         fields: Callable[[list[Message], list[dict[str, Any]]], dict[str, Any]],
         concurrency: int,
     ) -> int:
-        """Keep ``concurrency`` conversations in flight; write each record as it comes.
+        """Keep ``concurrency`` conversations in flight; write each record when it is complete.
 
         Args:
-            fields: of a record, besides ``index`` and ``digest``, from the messages and the
-                server's replies. One that ends early has the reason as ``refused``.
+            fields: makes a record's fields, besides ``index`` and ``digest``, from the messages and
+                the server's replies. A conversation that ends early has the reason as ``refused``.
 
         Returns:
-            The number of records written.
+            The number of written records.
 
         Raises:
-            HyperDFlashConfigError: everything was refused.
+            HyperDFlashConfigError: every prompt was refused.
         """
         queue, written = self.waiting(), 0
         done = len(self.done)
@@ -212,12 +215,12 @@ class Answers:
 
         async def worker() -> None:
             nonlocal written
-            for one in queue:
-                messages, replies, reason = await asker.converse(one)
-                record = {"index": one.index, "digest": one.digest}
+            for conversation in queue:
+                messages, replies, reason = await asker.converse(conversation)
+                record = {"index": conversation.index, "digest": conversation.digest}
                 if reason is not None:
-                    self.left_out.add(one.index, one.where, reason)
-                    record |= {"refused": reason, "where": one.where}
+                    self.left_out.add(conversation.index, conversation.where, reason)
+                    record |= {"refused": reason, "where": conversation.where}
                 if replies:
                     self.writer.append(record | fields(messages, replies))
                     written += 1
@@ -240,18 +243,22 @@ def hold_answers(
 ) -> Iterator[Answers]:
     """Hold an output file whose records have ``index`` and ``digest``; print how many are done.
 
-    The prompt of a last line that a kill cut is asked again. At the end comes the report of what is
-    left out. ``settings`` are everything that affects an answer.
+    A last line that a kill cut is dropped, and its prompt is asked again. What is left out is
+    reported at the end.
+
+    Args:
+        settings: everything that affects an answer.
 
     Raises:
-        NotOurs: the file is something else, or answers with other settings. InUse: another run
-            writes it. HyperDFlashConfigError: it answers another input, or is damaged; or no
-            prompt is usable.
+        NotOurs: the file is something else, or holds answers with other settings.
+        InUse: another run writes the file.
+        HyperDFlashConfigError: the file answers another input or is damaged, or no prompt is
+            usable.
     """
     left_out, digests, count = LeftOut(prompts.strict), array("Q"), 0
-    for one in prompts.read(left_out):
-        digests.extend([0] * (one.index - len(digests)))
-        digests.append(int(one.digest, 16))
+    for conversation in prompts.read(left_out):
+        digests.extend([0] * (conversation.index - len(digests)))
+        digests.append(int(conversation.digest, 16))
         count += 1
     if not count:
         raise left_out.nothing_usable("--input", "docs/training.md lists what is accepted.")
@@ -261,12 +268,11 @@ def hold_answers(
             f"{listed} is where a run into {output} lists what it leaves out, but not such a list. "
             "Nothing was written. Choose another --output, or remove it."
         )
-    done: set[int] = set()
-    served: set[str] = set()
+    done, served = set[int](), set[str]()
 
     def see(record: dict[str, Any]) -> None:
         index, digest = record.get("index"), record.get("digest")
-        if not isinstance(index, int) or index < 0 or not _is_of(digests, index, digest):
+        if not isinstance(index, int) or index < 0 or not _matches(digests, index, digest):
             raise HyperDFlashConfigError(
                 f"--output {output} holds answers to another input, or is damaged (index "
                 f"{index}). Choose another --output, or remove {output} and run again."
@@ -275,22 +281,19 @@ def hold_answers(
             done.add(index)
             if "refused" in record:
                 left_out.add(index, str(record.get("where")), str(record["refused"]))
-        served.add(record.get("served", ""))
+        if record.get("served"):
+            served.add(record["served"])
 
     with claim(output, kind, settings, is_file=True), ResumableWriter(output, see) as writer:
         if writer.torn:
             print(f"{output}: dropped line {writer.torn}, cut by a kill; its prompt is asked again")
         print(f"{count} {prompts.noun}, {len(done)} already answered in {output}")
-        held = frozenset(done), frozenset(served - {""}), left_out, digests
         try:
-            yield Answers(output, writer, prompts, count, *held)
+            yield Answers(writer, prompts, count, done, served, left_out, digests)
         finally:
             left_out.report(listed)
 
 
-def _is_of(digests: array[int], index: int, digest: Any) -> bool:
-    """Whether a record answers the prompt of its index; beyond ``--limit`` any may."""
-    try:
-        return index >= len(digests) or digests[index] == int(digest, 16)
-    except (TypeError, ValueError):
-        return False
+def _matches(digests: array[int], index: int, digest: Any) -> bool:
+    """Return whether a digest is that of the prompt at ``index``; beyond ``--limit`` any is."""
+    return index >= len(digests) or f"{digests[index]:016x}" == digest

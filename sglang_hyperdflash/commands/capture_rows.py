@@ -1,7 +1,7 @@
-"""Inside the scheduler of a capture: write a request's pre-collapse residual to disk.
+"""A hook in the scheduler of a capture that writes a request's pre-collapse residual to disk.
 
-``return_hidden_states`` would turn every row into Python numbers and send it through two
-processes, and would drop all but the last chunk of a chunked prefill.
+SGLang's ``return_hidden_states`` would turn every row into Python numbers, send it through two
+processes, and drop all but the last chunk of a chunked prefill.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ REQUEST_PREFIX = "hyperdflash-capture-"
 def write_prefill_residual(original, self, *args, **kwargs):
     """Append a captured request's rows to ``FOLDER/<rid>.<dtype>.<width>``.
 
-    Called for every request of a prefill batch, middle chunks included. Other requests go to
-    SGLang's own code.
+    SGLang calls it for every request of a prefill batch, middle chunks included. Requests that are
+    not captured go to SGLang's own code.
     """
     req = kwargs["req"]
     if not str(req.rid).startswith(REQUEST_PREFIX):
@@ -37,7 +37,7 @@ def write_prefill_residual(original, self, *args, **kwargs):
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    # Under DP attention every group of attention ranks has requests of its own.
+    # Under DP attention each group of attention ranks has different requests.
     if parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0:
         rows = kwargs["logits_output"].hidden_states[start:end]
         append_rows(Path(os.environ[CAPTURE_FOLDER]), req.rid, rows)
@@ -47,12 +47,12 @@ def write_prefill_residual(original, self, *args, **kwargs):
 def append_rows(folder: Path, rid: str, rows: torch.Tensor) -> None:
     """Append ``rows [n, width]`` as raw bytes.
 
-    On a full disk the request's rows are dropped: the command misses them and says why. An error
-    here would end SGLang's scheduler, and the command with it.
+    On a full disk the request's rows are dropped, and the command reports that they are missing. An
+    error here would end SGLang's scheduler, and the command with it.
     """
-    kind = str(rows.dtype).removeprefix("torch.")
+    dtype = str(rows.dtype).removeprefix("torch.")
     data = rows.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    path = folder / f"{rid}.{kind}.{rows.shape[-1]}"
+    path = folder / f"{rid}.{dtype}.{rows.shape[-1]}"
     try:
         with path.open("ab") as file:
             file.write(data)
@@ -61,11 +61,11 @@ def append_rows(folder: Path, rid: str, rows: torch.Tensor) -> None:
 
 
 def take_rows(folder: Path, rid: str) -> torch.Tensor | None:
-    """The rows of a finished request ``[n, width]``, removed from the folder; None without any."""
-    found = list(folder.glob(f"{rid}.*.*"))
-    if not found:
+    """Remove a finished request's rows from the folder; return them ``[n, width]``, or None."""
+    path = next(folder.glob(f"{rid}.*.*"), None)
+    if path is None:
         return None
-    _, kind, width = found[0].name.rsplit(".", 2)
-    data = bytearray(found[0].read_bytes())
-    found[0].unlink()
-    return torch.frombuffer(data, dtype=getattr(torch, kind)).view(-1, int(width))
+    _, dtype, width = path.name.rsplit(".", 2)
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(-1, int(width))

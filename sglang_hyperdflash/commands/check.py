@@ -21,12 +21,12 @@ class Finding(NamedTuple):
     """One line of the report; ``ok`` is False if a server would not start or would be wrong."""
 
     subject: str
-    found: str
+    detail: str
     ok: bool
 
 
 def sglang_version() -> str:
-    """The installed SGLang; raises ``SeamError`` for another than the pinned one."""
+    """Return the installed SGLang version; raise ``SeamError`` unless it is the pinned one."""
     seams.check_version()
     return f"{SGLANG_VERSION}, with sglang-hyperdflash {__version__}"
 
@@ -47,7 +47,7 @@ def hooks() -> str:
 
 
 def platform() -> str:
-    """The platform that SGLang chose."""
+    """Return the platform that SGLang chose, and the CUDA device."""
     from sglang.srt.platforms import current_platform
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device found"
@@ -62,7 +62,7 @@ CHECKS: dict[str, Callable[[], str]] = {
 
 
 def examine() -> list[Finding]:
-    """Every check; one that fails does not stop the others."""
+    """Run every check, also after one that fails, and list the environment variables."""
     findings = []
     for subject, check in CHECKS.items():
         try:
@@ -70,15 +70,15 @@ def examine() -> list[Finding]:
         except (HyperDFlashError, ImportError, RuntimeError) as error:
             findings.append(Finding(subject, str(error), False))
     names = sorted(name for name in os.environ if name.startswith(("HYPERDFLASH_", "SGLANG_PL")))
-    given = ", ".join(f"{name}={os.environ[name]}" for name in names)
-    return [*findings, Finding("environment", given or "no HYPERDFLASH variable is set", True)]
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    return [*findings, Finding("environment", variables or "no HYPERDFLASH variable is set", True)]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; the exit code is 2 if one is wrong, with ``--gpu`` 1.
+    """Print the findings; return 2 if one is wrong, with ``--gpu`` 1.
 
     Raises:
-        HyperDFlashError: an option of ``--gpu`` without it.
+        HyperDFlashError: an option of ``--gpu`` was given without it.
     """
     if not args.gpu and (args.all or args.json):
         raise HyperDFlashError("--all and --json are options of check --gpu; add it.")
@@ -90,22 +90,16 @@ def run(args: argparse.Namespace) -> int:
         return check_gpu.run_gpu(args.all, args.json)
     findings = examine()
     for finding in findings:
-        print(f"{finding.subject:<12}{'ok' if finding.ok else 'WRONG':<7}{finding.found}")
+        print(f"{finding.subject:<12}{'ok' if finding.ok else 'WRONG':<7}{finding.detail}")
     return 0 if all(finding.ok for finding in findings) else 2
 
 
 def add_parser(commands) -> None:
     """Register ``check`` and its arguments."""
-    parser = commands.add_parser(
-        "check",
-        help="check whether this installation can serve",
-        description=__doc__.splitlines()[0],
-    )
-    parser.add_argument(
-        "--gpu",
-        action="store_true",
-        help="compile every kernel, compare it with its reference on this GPU, and time it",
-    )
+    text = "check whether this installation can serve"
+    parser = commands.add_parser("check", help=text, description=__doc__.splitlines()[0])
+    text = "compile every kernel, compare it with its reference on this GPU, and time it"
+    parser.add_argument("--gpu", action="store_true", help=text)
     parser.add_argument("--all", action="store_true", help="--gpu: FlashInfer's attention, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="--gpu: write the report there")
     parser.set_defaults(run=run)

@@ -1,8 +1,8 @@
 """``hyperdflash check --gpu``: every kernel of a server against its reference, on this GPU.
 
-No checkpoint is needed: inputs are drawn at random, of the sizes of DeepSeek-V4-Flash, with ties,
-with NaN and infinities. The operators need torch and Triton alone; what needs SGLang and is not
-installed is said to be absent.
+No checkpoint is needed: inputs are random, in the sizes of DeepSeek-V4-Flash, some with ties, or
+with NaN and infinities. The operators need only torch and Triton; checks that need a package that
+is not installed are reported as absent.
 """
 
 from __future__ import annotations
@@ -20,48 +20,39 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_hyperdflash.commands import check_attention
-from sglang_hyperdflash.serving.verification.rehearsal import (
-    BROKEN,
-    RANDOM,
-    REQUESTS,
-    TIES,
-    rehearse,
-)
+from sglang_hyperdflash.serving.draft_kv.attention import chosen
+from sglang_hyperdflash.serving.verification import rehearsal
+from sglang_hyperdflash.serving.verification.rehearsal import BROKEN, RANDOM, TIES
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.provenance import provenance
-from triton_ops import hc_gate_reduce
-from triton_ops.comparison import (
-    Comparison,
-    Results,
-    cloned,
-    differing,
-    largest_difference,
-    mismatches,
-    results_by_name,
-    tensor_arguments,
-)
+from triton_ops import comparison, hc_gate_reduce
 from triton_ops.graph_timing import capture, events_ms, interleaved, replay_us
 from triton_ops.operator import OPERATORS, OPERATORS_VARIABLE, Operator, reference_operators
 
 EPSILONS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
-CALLS, ROUNDS = 10, 10
+CALLS, ROUNDS = 10, 10  # calls in a timed graph, rounds of timing
 
 
 class Case(NamedTuple):
-    """Rounds of one kind of numbers, with a dependency head or without; None: as in ``Sizes``."""
+    """Rounds with one kind of numbers (see ``rehearsal``), with a dependency head or without.
+
+    A vocabulary or widths that are None are those of :class:`Sizes`.
+    """
 
     kind: str
     head: bool
-    requests: int = REQUESTS
+    requests: int = rehearsal.REQUESTS
     vocabulary: int | None = None
     widths: tuple[int, ...] | None = None
 
 
-CASES = tuple(starmap(Case, product((RANDOM, TIES), (False, True))))
-# Then rows that several programs share, and requests that one program adds up in turns.
-CASES += (Case(BROKEN, True), Case(RANDOM, False, 65, None, (7,)))
-CASES += (Case(RANDOM, True, 257, 5003, (7,)),)
+CASES = (
+    *starmap(Case, product((RANDOM, TIES), (False, True))),
+    Case(BROKEN, True),
+    Case(RANDOM, False, 65, None, (7,)),  # several programs share a row
+    Case(RANDOM, True, 257, 5003, (7,)),  # one program sums several requests in turn
+)
 
 
 @dataclass(frozen=True)
@@ -69,9 +60,13 @@ class Sizes:
     """Sizes of DeepSeek-V4-Flash, and the hidden size of DeepSeek-V4-Pro.
 
     Attributes:
-        candidates: K of each draft. rank: of the dependency head. widths: of rounds.
-        reducers: paths and hidden size. tokens: reduced in one call, few and many.
-        heads: of the queries, of K/V, and their width. lengths: tokens of contexts.
+        candidates: K, the candidates of each draft.
+        rank: of the dependency head.
+        widths: of the rounds.
+        reducers: residual paths and hidden size of each reducer.
+        tokens: the numbers of tokens that one call reduces.
+        heads: query heads, K/V heads, and their width.
+        lengths: the tokens of each context.
     """
 
     device: str = "cuda"
@@ -86,19 +81,15 @@ class Sizes:
     cases: tuple[Case, ...] = CASES
     lengths: tuple[int, ...] = check_attention.LENGTHS
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether there are graphs and times."""
-        return self.device == "cuda"
-
 
 @dataclass
 class Finding:
     """One line of the report.
 
     Attributes:
-        wrong: the largest difference and where it is, or what was raised; None if right.
-        batches: that were compared. microseconds: by implementation, medians.
+        wrong: the largest difference and its place, or the exception; None if there is neither.
+        batches: the number of compared batches.
+        microseconds: the median time of each implementation.
     """
 
     subject: str
@@ -108,19 +99,22 @@ class Finding:
     note: str = ""
 
     def line(self) -> str:
-        """As it is printed."""
+        """Return the printed line."""
         if self.wrong is not None:
             return f"{self.subject:<38} WRONG  {self.wrong}"
+        batches = f"{self.batches} batches" if self.batches else ""
         times = ", ".join(f"{name} {us:,.0f} us" for name, us in self.microseconds.items())
-        counted = f"{self.batches} batches" if self.batches else ""
         state = "right" if self.batches else "  -  "
-        return f"{self.subject:<38} {state}  " + "; ".join(
-            filter(None, (counted, times, self.note))
-        )
+        details = "; ".join(filter(None, (batches, times, self.note)))
+        return f"{self.subject:<38} {state}  {details}"
 
 
-class GraphComparison(Comparison):
-    """Compares each batch a second time, replayed from a CUDA graph; keeps the first to time."""
+class GraphComparison(comparison.Comparison):
+    """Compares each batch a second time on a GPU, replayed from a CUDA graph.
+
+    Attributes:
+        timed: each operator with the arguments of its first batch, which are timed later.
+    """
 
     def __init__(self, on_gpu: bool) -> None:
         super().__init__()
@@ -128,61 +122,64 @@ class GraphComparison(Comparison):
         self.timed: dict[str, tuple[Operator, tuple]] = {}
 
     def difference(
-        self, op: Operator, arguments: tuple, before: tuple, expected: Results
+        self, op: Operator, arguments: tuple, before: tuple, expected: comparison.Results
     ) -> str | None:
         difference = super().difference(op, arguments, before, expected)
         if difference is not None or not self.on_gpu:
             return difference
         if op.name not in self.timed:
-            self.timed[op.name] = op, cloned(before)
+            self.timed[op.name] = op, comparison.cloned(before)
         difference = _graph_mismatch(op, before)
         return difference and f"in a CUDA graph, {difference}"
 
 
-def _graph_mismatch(op: Operator, before: tuple) -> str | None:
-    """What differs between a launch and the replay of a captured one, from the same arguments."""
-    given, static, graph = cloned(before), cloned(before), torch.cuda.CUDAGraph()
-    expected = results_by_name(op.launch(*given), given)
+def _graph_mismatch(op: Operator, arguments: tuple) -> str | None:
+    """Describe how a replay in a CUDA graph differs from a launch with the same arguments."""
+    launched, static = comparison.cloned(arguments), comparison.cloned(arguments)
+    expected = comparison.results_by_name(op.launch(*launched), launched)
+    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         outputs = op.launch(*static)
-    results = results_by_name(outputs, static)
+    results = comparison.results_by_name(outputs, static)
     for name, result in results.items():
         if name.startswith("result"):
             result.fill_(-7)
-    for argument, value in zip(tensor_arguments(static), tensor_arguments(before), strict=True):
-        argument.copy_(value)
+    tensors = map(comparison.tensor_arguments, (static, arguments))
+    for captured, tensor in zip(*tensors, strict=True):
+        captured.copy_(tensor)
     graph.replay()
-    for name, wrong in differing(op, before, results, expected).items():
+    for name, wrong in comparison.differing(op, arguments, results, expected).items():
         if wrong.any():
-            return largest_difference(name, results[name], expected[name], wrong)
+            return comparison.largest_difference(name, results[name], expected[name], wrong)
     return None
 
 
 def operators(sizes: Sizes) -> list[Finding]:
-    """Every operator of a round on every kind of batch and number; the reducer on random ones.
+    """Check the operators of a round on every case, and the reducer on random numbers.
 
     Raises:
         HyperDFlashError: a kernel ended the use of the GPU.
     """
-    comparison = GraphComparison(sizes.on_gpu)
-    with torch.inference_mode(), comparison:
+    graphs = GraphComparison(sizes.device == "cuda")
+    with torch.inference_mode(), graphs:
         for case in sizes.cases:
-            comparison.exact = case.kind == TIES
+            graphs.exact = case.kind == TIES
             vocabulary = case.vocabulary or sizes.vocabulary
             head = _head(sizes, vocabulary) if case.head else None
-            given = sizes.candidates, vocabulary, case.widths or sizes.widths, sizes.device
-            rehearse(head, *given, case.kind, case.requests, max(sizes.widths) - 1)
-        comparison.exact = False
+            shape = sizes.candidates, vocabulary, case.widths or sizes.widths, sizes.device
+            copied = max(sizes.widths) - 1
+            rehearsal.rehearse(head, *shape, case.kind, case.requests, copied)
+        graphs.exact = False
         for m, d in sizes.reducers:
             for tokens in sizes.tokens:
                 hc_gate_reduce(*_reduction(sizes, tokens, m, d), **EPSILONS)
     findings = []
     for name in OPERATORS:
-        finding = Finding(name, comparison.wrong.get(name), comparison.batches[name])
-        if name in comparison.timed and finding.wrong is None:
-            op, arguments = comparison.timed[name]
-            finding.note = f"of {list(tensor_arguments(arguments)[0].shape)}"
+        finding = Finding(name, graphs.wrong.get(name), graphs.batches[name])
+        if name in graphs.timed and finding.wrong is None:
+            op, arguments = graphs.timed[name]
+            finding.note = f"of {list(comparison.tensor_arguments(arguments)[0].shape)}"
             with torch.inference_mode(), _caught(finding):
                 finding.microseconds = _times(op, arguments)
         findings.append(finding)
@@ -190,7 +187,7 @@ def operators(sizes: Sizes) -> list[Finding]:
 
 
 def _head(sizes: Sizes, vocabulary: int) -> Any:
-    """What the operators read of a dependency head; sums of its numbers are exact in any order."""
+    """Return what operators read of a dependency head, whose numbers have exact sums."""
     generator, shape = torch.Generator().manual_seed(1), (vocabulary, sizes.rank)
     tables = (torch.randint(-2, 3, shape, generator=generator) / 8 for _ in range(2))
     predecessor, successor = (table.to(sizes.device, sizes.dtype) for table in tables)
@@ -199,7 +196,7 @@ def _head(sizes: Sizes, vocabulary: int) -> Any:
 
 
 def _reduction(sizes: Sizes, tokens: int, m: int, d: int, norms: bool = True) -> tuple:
-    """Random arguments of ``hc_gate_reduce``: residuals ``[tokens, m * d]`` in the dtype."""
+    """Return random arguments of ``hc_gate_reduce``, of residuals ``[tokens, m * d]``."""
     generator = torch.Generator().manual_seed(tokens)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -211,10 +208,10 @@ def _reduction(sizes: Sizes, tokens: int, m: int, d: int, norms: bool = True) ->
 
 
 def _times(op: Operator, arguments: tuple) -> dict[str, float]:
-    """Median microseconds of a call: the kernel in a graph, torch and SGLang's own without."""
+    """Return the median microseconds of a call: the kernel in a graph, the others without."""
     calls = {"torch": partial(op.reference, *arguments)}
     if baseline := SGLANG_BASELINES.get(op.name):
-        with suppress(Exception):  # another release's, or none
+        with suppress(Exception):  # another release of SGLang, or none
             call = baseline(*arguments)
             call()
             calls["SGLang"] = call
@@ -227,7 +224,7 @@ def _times(op: Operator, arguments: tuple) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _fused_hc_head(hidden, fn, base, scale, *_rest) -> Callable[[], Any]:
+def _fused_hc_head(hidden, fn, base, scale, *_) -> Callable[[], Any]:
     from sglang.kernels.ops.layernorm.mhc_head import fused_hc_head
 
     m = len(fn)
@@ -235,47 +232,48 @@ def _fused_hc_head(hidden, fn, base, scale, *_rest) -> Callable[[], Any]:
     return partial(fused_hc_head, x, fn, scale, base, EPSILONS["rms_eps"], EPSILONS["hc_eps"])
 
 
-def _sampler(logits, temperatures, *rest) -> Callable[[], Any]:
+def _sampler(logits, temperatures, top_ks, seeded, seeds, positions, *_) -> Callable[[], Any]:
     from sglang.srt.layers.sampler import sampling_from_probs_torch
 
-    each = temperatures.repeat_interleave(rest[3].shape[1]).unsqueeze(-1)
-    return lambda: sampling_from_probs_torch(torch.softmax(logits / each, -1), None, None)
+    by_row = temperatures.repeat_interleave(positions.shape[1]).unsqueeze(-1)
+    return lambda: sampling_from_probs_torch(torch.softmax(logits / by_row, -1), None, None)
 
 
-# SGLang's own for the same work: its reducer without norms, its sampler without a seed.
+# SGLang's implementations of the same work: the reducer without norms, the sampler without a seed.
 SGLANG_BASELINES = {"hc_gate_reduce": _fused_hc_head, "row_statistics": _sampler}
 
 
 def sglangs_hc_head(sizes: Sizes) -> Finding:
-    """The reducer without norms against the kernel of SGLang's ``hc_head``, which it inherits."""
+    """Check the reducer without norms against SGLang's kernel of the ``hc_head`` it inherits."""
     finding = Finding("hc_gate_reduce as hc_head")
     with torch.inference_mode(), _caught(finding):
-        for m, d in sizes.reducers[:1]:  # without norms they are kernels of their own
-            for tokens in sizes.tokens:
-                arguments = _reduction(sizes, tokens, m, d, norms=False)
-                expected = _fused_hc_head(*arguments)()
-                result = OPERATORS["hc_gate_reduce"].launch(*arguments, *EPSILONS.values())
-                wrong = mismatches(result, expected)
-                if wrong.any():
-                    finding.wrong = largest_difference(f"{tokens} tokens", result, expected, wrong)
-                    return finding
-                finding.batches += 1
+        m, d = sizes.reducers[0]  # one size: without norms every size compiles another kernel
+        for tokens in sizes.tokens:
+            arguments = _reduction(sizes, tokens, m, d, norms=False)
+            expected = _fused_hc_head(*arguments)()
+            result = OPERATORS["hc_gate_reduce"].launch(*arguments, *EPSILONS.values())
+            wrong = comparison.mismatches(result, expected)
+            if wrong.any():
+                name = f"{tokens} tokens"
+                finding.wrong = comparison.largest_difference(name, result, expected, wrong)
+                break
+            finding.batches += 1
     return finding
 
 
 def attention(sizes: Sizes, name: str, layout: str) -> Finding:
-    """One backend of a draft on one layout of slots, causal and not."""
+    """Check one backend of a draft on one layout of slots, causal and not."""
     finding, kernel = Finding(f"draft attention, {name}, {layout}"), check_attention.BACKENDS[name]
     with torch.inference_mode(), _caught(finding):
-        given = layout, sizes.device, sizes.dtype, sizes.heads, sizes.lengths
-        batch = check_attention.new_batch(*given)
+        shape = sizes.device, sizes.dtype, sizes.heads, sizes.lengths
+        batch = check_attention.new_batch(layout, *shape)
         for causal in (False, True):
             difference = check_attention.difference(kernel, batch, causal)
             if difference is not None:
                 finding.wrong = f"{'causal' if causal else 'whole block'}: {difference}"
                 return finding
             finding.batches += 1
-        if sizes.on_gpu:
+        if sizes.device == "cuda":
             call = partial(kernel, batch, True)
             times = interleaved([name], lambda _: events_ms(call), ROUNDS)
             finding.microseconds[name] = statistics.median(times[name]) * 1000
@@ -284,18 +282,20 @@ def attention(sizes: Sizes, name: str, layout: str) -> Finding:
 
 @contextmanager
 def _caught(finding: Finding) -> Iterator[None]:
-    """What is not installed is absent; anything else that is raised is wrong."""
+    """Note a missing package as absent, and any other exception as wrong."""
     try:
         yield
     except ImportError as error:
         finding.note = f"not here: {error}".splitlines()[0]
         finding.batches = 0
-    except Exception as error:  # a compiler's or a launch's, of any kind
+    except torch.OutOfMemoryError:  # says nothing about the kernel
+        raise
+    except Exception as error:  # of the compiler or the launch, of any kind
         finding.wrong = f"{type(error).__name__}: {str(error)[:500]}"
 
 
 def flashinfer(missing: list[str]) -> Finding:
-    """Which of FlashInfer's modules are not compiled: a first start compiles two, silently."""
+    """Return the finding about ``missing`` modules; a first start compiles two of them silently."""
     finding = Finding("FlashInfer's modules", note="compiled")
     if slow := ", ".join(name for name in missing if name != "attention"):
         finding.note = f"the first start compiles {slow}, for minutes"
@@ -305,7 +305,7 @@ def flashinfer(missing: list[str]) -> Finding:
 
 
 def examine_gpu(sizes: Sizes, backends: list[str]) -> Iterator[Finding]:
-    """Every finding as soon as it is there; raises as :func:`operators`."""
+    """Yield every finding as soon as it is known; raises as :func:`operators` does."""
     yield from operators(sizes)
     yield sglangs_hc_head(sizes)
     for name in backends:
@@ -314,10 +314,11 @@ def examine_gpu(sizes: Sizes, backends: list[str]) -> Iterator[Finding]:
 
 
 def run_gpu(build: bool, report: Path | None) -> int:
-    """Print the findings, and write them as JSON, each as soon as it is there; 1 if one is wrong.
+    """Print each finding as soon as it is known; return 1 if one is wrong, otherwise 0.
 
     Args:
         build: whether FlashInfer may compile its attention first, for minutes.
+        report: the file of the findings as JSON, or None.
 
     Raises:
         HyperDFlashError: there is no GPU, or not enough of its memory is free.
@@ -326,9 +327,11 @@ def run_gpu(build: bool, report: Path | None) -> int:
         raise HyperDFlashError("check --gpu needs a CUDA device; torch found none.")
     reference_operators.clear()  # every kernel is checked, whatever serves
     capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
-    print(f"{name}, sm_{capability[0]}{capability[1]}: kernels are compiled, about a minute")
+    major, minor = capability
+    print(f"{name}, sm_{major}{minor}: kernels are compiled, about a minute")
     missing = check_attention.uncompiled_flashinfer_modules()
-    backends = check_attention.backends(capability)
+    default, _ = chosen("dsv4", None, (), sm90=major == 9, sm100=major == 10)
+    backends = list(dict.fromkeys([default, "triton"]))  # which do not compile for minutes
     if "attention" not in missing or build:
         backends.append("flashinfer")
     findings: list[Finding] = []
@@ -337,9 +340,9 @@ def run_gpu(build: bool, report: Path | None) -> int:
         findings.append(finding)
         print(finding.line(), flush=True)
         if report is not None:
-            results = {"findings": [asdict(each) for each in findings], "capability": capability}
-            results["peak_bytes"] = torch.cuda.max_memory_allocated()
-            write_json(report, results | {"provenance": provenance()}, indent=1)
+            content = {"findings": list(map(asdict, findings)), "capability": capability}
+            content |= {"peak_bytes": torch.cuda.max_memory_allocated(), "provenance": provenance()}
+            write_json(report, content, indent=1)
 
     try:
         for finding in examine_gpu(Sizes(), backends):

@@ -1,8 +1,8 @@
 """``hyperdflash demo``: serve the tiny DeepSeek-V4 with HYPERDFLASH, compared with the baseline.
 
 Two servers on loopback answer the same prompts in turns, through the client of ``eval``. Every
-answer is compared token by token (bf16 on a GPU: ``eval.identity`` tells ties from faults), and
-judged by the checkers of the example's exchanges.
+answer is compared token by token (bf16 on a GPU: ``eval.identity`` tells ties from faults). The
+checkers of the example's exchanges judge whether it is right.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from sglang_hyperdflash.tools.acceptance import (
-    accept_length,
-    accept_length_of,
-    add_histograms,
-    position_acceptance,
-)
+from sglang_hyperdflash.tools import acceptance
 from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -46,7 +41,7 @@ def add_parser(commands) -> None:
 
 
 def find_example() -> Path:
-    """The tiny target's folder; it and ``eval`` can then be imported from.
+    """Return the tiny target's folder, which is put on the import path as ``eval`` is.
 
     Raises:
         HyperDFlashConfigError: this is not a checkout.
@@ -71,7 +66,7 @@ def check_out(out: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, ask, compare, print and write the report; 1 when an output differs at no tie."""
+    """Compare both servers' answers, print and write the report; return 1 if one is a fault."""
     check_out(args.out)
     example = find_example()
     from eval.client import Sampling, converse
@@ -97,13 +92,13 @@ def run(args: argparse.Namespace) -> int:
         dtype = data_type(url := servers["baseline"].url)
         for prompt in prompts:
             turns = [message["content"] for message in prompt["messages"]]
-            given: dict[str, list[Any]] = {name: [] for name in servers}
+            answers: dict[str, list[Any]] = {name: [] for name in servers}
             for round_index in range(args.rounds):
                 for name in list(servers)[:: 1 if round_index % 2 == 0 else -1]:
-                    given[name].append(converse(servers[name].url, turns, sampling))
-            verdict = judged(url, dtype, turns, given, sampling)
-            entries.append(compare(prompt, given, verdict))
-            histograms.append(given["hyperdflash2"][0].histogram)
+                    answers[name].append(converse(servers[name].url, turns, sampling))
+            verdict = judged(url, dtype, turns, answers, sampling)
+            entries.append(compare(prompt, answers, verdict))
+            histograms.append(answers["hyperdflash2"][0].histogram)
             print_answer(len(entries), entries[-1])
     result = summarise(entries, histograms, methods[-1].num_drafts, dtype)
     write_text(args.out, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
@@ -111,20 +106,20 @@ def run(args: argparse.Namespace) -> int:
     return 1 if result["faults"] else 0
 
 
-def compare(prompt: dict[str, Any], given: dict[str, list[Any]], verdict: str) -> dict[str, Any]:
-    """A prompt's entry of the report, from the answers (``eval.client.Answer``) of every round."""
-    drafted = given["hyperdflash2"][0]
-    seconds = {name: [a.seconds for a in answers] for name, answers in given.items()}
-    middle = {name: statistics.median(values) for name, values in seconds.items()}
+def compare(prompt: dict[str, Any], answers: dict[str, list[Any]], verdict: str) -> dict[str, Any]:
+    """Return a prompt's entry of the report, from each method's ``eval.client.Answer`` objects."""
+    drafted = answers["hyperdflash2"][0]
+    seconds = {name: [answer.seconds for answer in rounds] for name, rounds in answers.items()}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "kind": prompt["kind"],
         "prompt": prompt["messages"][-1]["content"],
         "text": drafted.texts[-1],
         "verdict": verdict,
-        "tau": accept_length(drafted.correct_drafts, drafted.verify_rounds),
+        "tau": acceptance.accept_length(drafted.correct_drafts, drafted.verify_rounds),
         "tokens": sum(map(len, drafted.output_ids)),
         "seconds": seconds,
-        "speedup": middle["baseline"] / middle["hyperdflash2"],
+        "speedup": medians["baseline"] / medians["hyperdflash2"],
         "right": importlib.import_module("exchanges").is_right(prompt, drafted.texts[-1]),
     }
 
@@ -132,17 +127,19 @@ def compare(prompt: dict[str, Any], given: dict[str, list[Any]], verdict: str) -
 def summarise(
     entries: list[dict[str, Any]], histograms: list[list[int]], num_drafts: int, dtype: str
 ) -> dict[str, Any]:
-    """The whole report; tau is over all rounds, None where nothing was verified."""
+    """Return the whole report; tau is over all verification rounds, None without any."""
     verdicts = [entry["verdict"] for entry in entries]
-    total = add_histograms(histograms)
+    total = acceptance.add_histograms(histograms)
     speedups = [entry["speedup"] for entry in entries]
     return {
         "outputs_identical": set(verdicts) == {"identical"},
-        **{"dtype": dtype, "ties": verdicts.count("tie"), "faults": verdicts.count("fault")},
+        "dtype": dtype,
+        "ties": verdicts.count("tie"),
+        "faults": verdicts.count("fault"),
         "answers_right": sum(entry["right"] for entry in entries),
         "answers_judged": len(entries),
-        "tau": accept_length_of(total),
-        "position_acceptance": position_acceptance(total, num_drafts),
+        "tau": acceptance.accept_length_of(total),
+        "position_acceptance": acceptance.position_acceptance(total, num_drafts),
         "speedup": statistics.median(speedups),
         "speedup_range": [min(speedups), max(speedups)],
         "provenance": provenance(),
@@ -155,7 +152,7 @@ def _shown(number: float | None) -> str:
 
 
 def print_answer(number: int, entry: dict[str, Any]) -> None:
-    """A prompt, its answer and their numbers."""
+    """Print a prompt, its answer and the numbers of its entry."""
     mark = entry["verdict"].replace("fault", "DIFFERENT FROM THE BASELINE")
     print(f"\n[{number}] {entry['kind']}: {entry['prompt'].strip()[:100]!r}")
     print(f"    {entry['text'].strip()[:240]!r}")
@@ -167,10 +164,10 @@ def print_answer(number: int, entry: dict[str, Any]) -> None:
 
 
 def print_summary(result: dict[str, Any], out: Path) -> None:
-    """The report's numbers over all prompts."""
+    """Print the report's numbers over all prompts."""
     print("\nacceptance by drafted position")
-    for k, share in enumerate(result["position_acceptance"], start=1):
-        print(f"  {k} {'#' * round(40 * share):<40} {share:.2f}")
+    for position, share in enumerate(result["position_acceptance"], start=1):
+        print(f"  {position} {'#' * round(40 * share):<40} {share:.2f}")
     low, high = result["speedup_range"]
     print(f"\ntau (accept length, bonus token included): {_shown(result['tau'])}")
     print(f"speedup over the baseline, interleaved: {result['speedup']:.2f}x median over prompts")

@@ -1,7 +1,7 @@
 """``hyperdflash generate``: answer a JSONL file offline through an SGLang server of its own.
 
 Every input line gives one output line ``{"index", "outputs", ...}`` in order of completion. The
-output file is append-only and is its own resume state: a line cut by a kill is dropped,
+output file is append-only and holds the state of the run: a line that a kill cut is dropped, and
 finished indices are skipped, so nothing is lost or doubled.
 """
 
@@ -14,15 +14,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM
-from sglang_hyperdflash.commands.answers import Answers, Asker, Conversation, Prompts, hold_answers
-from sglang_hyperdflash.commands.own_server import own_server
+from sglang_hyperdflash.commands.answers import Asker, Conversation, Prompts, hold_answers
+from sglang_hyperdflash.commands.command_server import start_server
 from sglang_hyperdflash.commands.pool import Pool, server_info
 from sglang_hyperdflash.draft.config import load_config
-from sglang_hyperdflash.targets.chats import Chats, Message, load_chats
+from sglang_hyperdflash.targets.chats import Message, load_chats
 from sglang_hyperdflash.targets.files import is_hub_id
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.checksum import short_hash
@@ -35,7 +36,7 @@ from sglang_hyperdflash.training.rows import STRICT
 
 KIND = "hyperdflash generate"
 # Server arguments that --engine-args may not set, and what to do instead.
-OWN = {
+RESERVED_ARGUMENTS = {
     "model_path": "Use --model.",
     "tokenizer_path": "Leave it out: the tokenizer is the target's own.",
     "dtype": "Use --dtype.",
@@ -46,7 +47,7 @@ OWN = {
     "speculative_draft_model_path": "Use --draft.",
 }
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "min_p")
-# Server options that change its memory, not its answers.
+# Server arguments that change its memory, not its answers.
 MEMORY_ONLY = frozenset(
     (
         *("base_gpu_id", "chunked_prefill_size", "cpu_offload_gb", "max_prefill_tokens"),
@@ -56,14 +57,13 @@ MEMORY_ONLY = frozenset(
 
 
 def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Conversation:
-    """A row's prompt, one of ``prompt``, ``messages`` and ``turns``; raises ``BadRow``."""
-    kinds = ("prompt", "messages", "turns")
-    given = [kind for kind in kinds if record.get(kind) is not None]
+    """Parse a row's prompt, one of ``prompt``, ``messages`` and ``turns``; raise ``BadRow``."""
+    kinds = [kind for kind in ("prompt", "messages", "turns") if record.get(kind) is not None]
     digest = short_hash(record)
-    if len(given) != 1:
-        others = " and ".join(given) or f"only {', '.join(record) or 'an empty object'}"
-        raise BadRow(where, f"expected exactly one of prompt, messages or turns, found {others}")
-    if given == ["prompt"]:
+    if len(kinds) != 1:
+        names = " and ".join(kinds) or f"only {', '.join(record) or 'an empty object'}"
+        raise BadRow(where, f"expected exactly one of prompt, messages or turns, found {names}")
+    if kinds == ["prompt"]:
         text = record["prompt"]
         if not isinstance(text, str) or not text:
             raise BadRow(where, f"prompt must be a non-empty string, found {shown(text)}")
@@ -72,7 +72,7 @@ def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Conversat
     for message in chat.messages:
         if message["role"] == "assistant":
             check_answer(message, where)
-    steps = [[turn] for turn in chat.messages] if given == ["turns"] else [chat.messages]
+    steps = [[turn] for turn in chat.messages] if kinds == ["turns"] else [chat.messages]
     return Conversation(index, digest, where, steps, chat=chat.with_messages([]))
 
 
@@ -93,32 +93,32 @@ def add_parser(commands) -> None:
     text = "smallest probability, relative to the likeliest token's"
     add("--min-p", type=min_p, default=0.0, help=text)
     add("--concurrency", type=COUNT, default=16, help="prompts in flight")
-    add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
-    add("--tp", type=COUNT, default=1, help="GPUs that share the model")
-    add("--engine-args", default="{}", help="more of SGLang's server arguments, as a JSON object")
-    add("--verbose", action="store_true", help="show what SGLang and its libraries print")
+    add_engine_options(parser)
     parser.set_defaults(run=run)
 
 
 def add_sampling(parser: argparse.ArgumentParser, **defaults: float) -> None:
-    """Add the options of answers that commands have in common."""
+    """Add the options of ``generate`` and ``regenerate`` about answers, with these defaults."""
+    add = parser.add_argument
     text = "leave out answers that are cut by length, and later turns"
-    parser.add_argument("--finished-only", action="store_true", help=text)
-    kinds = {
-        "max_new_tokens": (COUNT, "most tokens of an answer; less if the context leaves less"),
-        "temperature": (
-            number(float, "a number of at least 0", lambda t: 0 <= t < math.inf),
-            "0 is greedy",
-        ),
-        "top_p": (SHARE, "nucleus sampling; 1 is off"),
-        "top_k": (
-            number(int, "-1 or at least 1", lambda k: k == -1 or k >= 1),
-            "tokens to sample from; -1 is all",
-        ),
-    }
-    for name, (kind, text) in kinds.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=kind, default=defaults[name], help=text)
+    add("--finished-only", action="store_true", help=text)
+    text = "most tokens of an answer; less if the context leaves less"
+    add("--max-new-tokens", type=COUNT, help=text)
+    temperature = number(float, "a number of at least 0", lambda t: 0 <= t < math.inf)
+    add("--temperature", type=temperature, help="0 is greedy")
+    add("--top-p", type=SHARE, help="nucleus sampling; 1 is off")
+    top_k = number(int, "-1 or at least 1", lambda k: k == -1 or k >= 1)
+    add("--top-k", type=top_k, help="tokens to sample from; -1 is all")
+    parser.set_defaults(**defaults)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`engine_arguments` reads."""
+    add = parser.add_argument
+    add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
+    add("--tp", type=COUNT, default=1, help="GPUs that share the model")
+    add("--engine-args", default="{}", help="more of SGLang's server arguments, as a JSON object")
+    add("--verbose", action="store_true", help="show what SGLang and its libraries print")
 
 
 def json_option(name: str, text: str) -> dict[str, Any]:
@@ -132,43 +132,42 @@ def json_option(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def engine_arguments(args: argparse.Namespace, own: Mapping[str, str] = OWN) -> dict[str, Any]:
-    """The server's arguments of a command line, by their names in SGLang's ``ServerArgs``.
+def engine_arguments(
+    args: argparse.Namespace, reserved: Mapping[str, str] = RESERVED_ARGUMENTS
+) -> dict[str, Any]:
+    """Return the server's arguments for a command line, by their names in ``ServerArgs``.
 
     Args:
-        own: those that ``--engine-args`` may not name, and what to do instead.
+        reserved: the arguments that ``--engine-args`` may not set, and what to do instead.
 
     Raises:
-        HyperDFlashConfigError: it names one of them.
+        HyperDFlashConfigError: ``--engine-args`` sets one of them.
     """
     extra = json_option("--engine-args", args.engine_args)
-    for name in sorted(own.keys() & extra.keys()):
+    for name in sorted(reserved.keys() & extra.keys()):
         raise HyperDFlashConfigError(
             "--engine-args: expected arguments that the command does not set itself, found "
-            f"{name}. {own[name]}"
+            f"{name}. {reserved[name]}"
         )
     arguments = {"model_path": args.model, "dtype": args.dtype, "tp_size": args.tp}
-    arguments |= {"log_level": "info" if args.verbose else "error"}
+    arguments["log_level"] = "info" if args.verbose else "error"
     if args.draft:
-        arguments |= {
-            "speculative_algorithm": ALGORITHM,
-            "speculative_draft_model_path": args.draft,
-        }
+        arguments["speculative_algorithm"] = ALGORITHM
+        arguments["speculative_draft_model_path"] = args.draft
     return arguments | extra
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The server arguments that must not change between two runs into one output."""
+    """Return the server arguments that must not change between two runs into one output."""
     extra = json_option("--engine-args", args.engine_args)
     shaping = {name: extra[name] for name in sorted(extra.keys() - MEMORY_ONLY)}
     return {"dtype": args.dtype} | ({"engine_args": shaping} if shaping else {})
 
 
 def check_draft(name: str) -> None:
-    """Refuse a drafter that cannot be read, before SGLang tries.
+    """Raise ``HyperDFlashConfigError`` for a drafter that cannot be read, before SGLang tries.
 
-    Raises:
-        HyperDFlashConfigError: a folder without a drafter's config, or neither a folder nor an id.
+    That is a folder without a drafter's config, or neither a folder nor a hub id.
     """
     if Path(name).is_dir():
         load_config(name)
@@ -180,59 +179,49 @@ def check_draft(name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer what is not answered yet; print tau and tokens/s of this run at the end."""
+    """Answer the prompts without an answer; print tau and tokens/s of this run at the end."""
     sampling = {name: getattr(args, name) for name in SAMPLING}
     arguments = engine_arguments(args)
     if args.draft:
         check_draft(args.draft)
-    others = {"the target": args.model, "the input": args.input}
-    keep_apart("--output", args.output, others | ({"the draft": args.draft} if args.draft else {}))
+    inputs = {"the target": args.model, "the input": args.input}
+    keep_apart("--output", args.output, inputs | ({"the draft": args.draft} if args.draft else {}))
     prompts = Prompts("prompts", [args.input], parse_prompt, None, args.strict)
     settings = sampling | {"finished_only": args.finished_only} | engine_settings(args)
     settings |= {"model": location(args.model), "draft": args.draft and location(args.draft)}
     with hold_answers(args.output, KIND, settings, prompts) as answers:
-        if answers.left:
-            chats = load_chats(args.model)
-            if any(prompt.text is None for prompt in answers.waiting()):
-                chats.check({})  # before the model is loaded
-            _with_server(arguments, sampling, args, answers, chats)
+        if not answers.left:
+            return 0
+        chats = load_chats(args.model)
+        if any(prompt.text is None for prompt in answers.waiting()):
+            chats.check({})  # before the model is loaded
+        with start_server(arguments, verbose=args.verbose) as server:
+            limit = int(server_info(server.url)["max_req_input_len"])
+            pool = Pool({server.url: args.model})
+            asker = Asker(pool, limit, chats, sampling, {}, args.finished_only)
+            totals, started = Counter[str](), time.monotonic()
+            fields = partial(record_fields, totals)
+            written = asyncio.run(answers.add_all(asker, fields, args.concurrency))
+            seconds, tokens = time.monotonic() - started, totals["completion_tokens"]
+            line = f"{written} prompts, {tokens} tokens, {tokens / seconds:.1f} tokens/s"
+            rounds = totals["verify_rounds"]
+            tau = accept_length(totals["correct_drafts"], rounds)
+            if tau is not None:
+                line += f", tau {tau:.2f} over {rounds} verification rounds"
+            print(line)
     return 0
 
 
-def _with_server(
-    arguments: dict[str, Any],
-    sampling: dict[str, Any],
-    args: argparse.Namespace,
-    answers: Answers,
-    chats: Chats,
-) -> None:
-    totals: Counter[str] = Counter()
-
-    def fields(_messages: list[Message], replies: list[dict[str, Any]]) -> dict[str, Any]:
-        metas = [reply["meta_info"] for reply in replies]
-        counts = {
-            "completion_tokens": sum(int(meta["completion_tokens"]) for meta in metas),
-            "correct_drafts": sum(counters(meta)[0] for meta in metas),
-            "verify_rounds": sum(counters(meta)[1] for meta in metas),
-        }
-        totals.update(counts)
-        finish = metas[-1]["finish_reason"]["type"]
-        return {"outputs": [r["text"] for r in replies], **counts, "finish_reason": finish}
-
-    with own_server(arguments, verbose=args.verbose) as server:
-        limit = int(server_info(server.url)["max_req_input_len"])
-        pool = Pool({server.url: args.model})
-        asker = Asker(pool, limit, chats, sampling, {}, args.finished_only)
-        started = time.monotonic()
-        written = asyncio.run(answers.add_all(asker, fields, args.concurrency))
-        print(summary(written, totals, time.monotonic() - started))
-
-
-def summary(prompts: int, totals: Mapping[str, int], seconds: float) -> str:
-    """One line: prompts, tokens, tokens/s and, with speculation, tau."""
-    tokens, rounds = totals["completion_tokens"], totals["verify_rounds"]
-    line = f"{prompts} prompts, {tokens} tokens, {tokens / seconds:.1f} tokens/s"
-    tau = accept_length(totals["correct_drafts"], rounds)
-    if tau is not None:
-        line += f", tau {tau:.2f} over {rounds} verification rounds"
-    return line
+def record_fields(
+    totals: Counter[str], _messages: list[Message], replies: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a record's outputs and counts, which are added to ``totals``."""
+    metas = [reply["meta_info"] for reply in replies]
+    counts = {
+        "completion_tokens": sum(int(meta["completion_tokens"]) for meta in metas),
+        "correct_drafts": sum(counters(meta)[0] for meta in metas),
+        "verify_rounds": sum(counters(meta)[1] for meta in metas),
+    }
+    totals.update(counts)
+    finish = metas[-1]["finish_reason"]["type"]
+    return {"outputs": [r["text"] for r in replies], **counts, "finish_reason": finish}

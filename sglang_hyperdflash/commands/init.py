@@ -22,28 +22,24 @@ KIND = "hyperdflash init"
 
 
 def size(text: str) -> int:
-    """A size; ``none``, as ``init`` prints it, is 0."""
+    """Parse a size; ``none``, as ``init`` prints it, is 0."""
     return 0 if text == "none" else int(text)
 
 
-OR_NONE = number(size, "at least 0", lambda n: n >= 0)
-# Options that replace one size of the default shape: what they are, and their default.
+SIZE_OR_NONE = number(size, "at least 0", lambda n: n >= 0)
+# Options that replace one size of the default shape, and their help texts.
 SIZES = {
-    "layers": ("transformer layers", "from the target"),
-    "heads": ("attention heads", "from the target"),
-    "kv_heads": ("K/V heads", "from the target"),
-    "head_dim": ("width of a head", "from the target"),
-    "intermediate_size": ("width of the MLP", "three times the hidden size"),
-    "block_size": ("rows of a block: the anchor plus the drafts", "7"),
-    "window": ("context tokens that a block may see; none for all", "from the target"),
-    "dependency_rank": (
-        "rank of the dependency head; 0 for the paper's drafter, which has none",
-        "from the target",
-    ),
-    "dependency_top_k": (
-        "candidates of a draft that the dependency head scores when serving",
-        str(CANDIDATES),
-    ),
+    "layers": "transformer layers (default: from the target)",
+    "heads": "attention heads (default: from the target)",
+    "kv_heads": "K/V heads (default: from the target)",
+    "head_dim": "width of a head (default: from the target)",
+    "intermediate_size": "width of the MLP (default: three times the hidden size)",
+    "block_size": "rows of a block: the anchor plus the drafts (default: 7)",
+    "window": "context tokens that a block may see; none for all (default: from the target)",
+    "dependency_rank": "rank of the dependency head; 0 for the paper's drafter, which has none "
+    "(default: from the target)",
+    "dependency_top_k": "candidates of a draft that the dependency head scores when serving "
+    f"(default: {CANDIDATES})",
 }
 
 
@@ -60,54 +56,36 @@ def add_parser(commands) -> None:
     add("--target", required=True, help="target folder or hub id")
     add("--revision", help="branch, tag or commit of a hub id (default: the main branch)")
     add("--out", type=Path, required=True, help="new folder for the draft checkpoint")
-    for name, (text, default) in SIZES.items():
-        kind = OR_NONE if name in ("window", "dependency_rank") else COUNT
-        add(f"--{name.replace('_', '-')}", type=kind, help=f"{text} (default: {default})")
+    for name, text in SIZES.items():
+        kind = SIZE_OR_NONE if name in ("window", "dependency_rank") else COUNT
+        add(f"--{name.replace('_', '-')}", type=kind, help=text)
     add("--rope-theta", type=float, default=DrafterShape.rope_theta, help="RoPE base")
-    add(
-        "--causal",
-        action="store_true",
-        help="causal attention inside a block, so that the first drafts are the same at every "
-        "verify width",
-    )
-    add(
-        "--reducer",
-        choices=REDUCERS,
-        help="reduction of the residual paths to one state: the gate of the method, or a linear "
-        "projection (default: hc_gate, with --layer-ids fc)",
-    )
-    add(
-        "--gate",
-        choices=("inherited", "approximate"),
-        default="inherited",
-        help="start of the gate; approximate: the closest gate of a target without an hc_head of "
-        "its own (DeepSeek-V4.1)",
-    )
-    add(
-        "--layer-ids",
-        type=int,
-        nargs="+",
-        help="read the outputs of these target layers, from 0, instead of the pre-collapse "
-        "residual, DFlash-style (default: none)",
-    )
-    add(
-        "--dependency-form",
-        choices=FORMS,
-        default=FORMS[0],
-        help="form of the dependency head; product: the selector of DFlash 2",
-    )
+    text = "causal attention inside a block, "
+    text += "so that the first drafts are the same at every verify width"
+    add("--causal", action="store_true", help=text)
+    text = "reduction of the residual paths to one state: the gate of the method, or a linear "
+    text += "projection (default: hc_gate, with --layer-ids fc)"
+    add("--reducer", choices=REDUCERS, help=text)
+    text = "start of the gate; approximate: the closest gate of a target without an hc_head of its "
+    text += "own (DeepSeek-V4.1)"
+    add("--gate", choices=("inherited", "approximate"), default="inherited", help=text)
+    text = "read the outputs of these target layers, from 0, instead of the pre-collapse residual, "
+    text += "DFlash-style (default: none)"
+    add("--layer-ids", type=int, nargs="+", help=text)
+    text = "form of the dependency head; product: the selector of DFlash 2"
+    add("--dependency-form", choices=FORMS, default=FORMS[0], help=text)
     add("--mask-token-id", type=int, help="mask token (default: the target tokenizer's)")
     add("--seed", type=int, default=0, help="random seed for the new weights")
     parser.set_defaults(run=run)
 
 
 def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
-    """The default shape for the target with the sizes that were given.
+    """Return the default shape for the target, with the sizes of the command line.
 
     Raises:
-        HyperDFlashConfigError: a size that cannot work.
+        HyperDFlashConfigError: the sizes do not fit each other.
     """
-    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     shape = replace(
         shape_for(facts),
         rope_theta=args.rope_theta,
@@ -115,7 +93,7 @@ def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
         reducer=args.reducer or ("fc" if args.layer_ids else "hc_gate"),
         layer_ids=tuple(args.layer_ids or ()),
         dependency_form=args.dependency_form,
-        **{name: size or None for name, size in given.items()},
+        **{name: size or None for name, size in sizes.items()},
     )
     if shape.heads % shape.kv_heads:
         raise HyperDFlashConfigError(
@@ -123,8 +101,8 @@ def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
         )
     if shape.head_dim % 2:
         raise HyperDFlashConfigError(f"--head-dim {shape.head_dim} must be even, for RoPE.")
-    chosen = args.dependency_top_k is not None or args.dependency_form != FORMS[0]
-    if shape.dependency_rank is None and chosen:
+    needs_head = args.dependency_top_k is not None or args.dependency_form != FORMS[0]
+    if shape.dependency_rank is None and needs_head:
         raise HyperDFlashConfigError(
             "--dependency-top-k and --dependency-form need a dependency head; found "
             "--dependency-rank 0. Drop one of them."
@@ -133,15 +111,16 @@ def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
 
 
 def starting_gate(
-    files: TargetFiles, facts: TargetFacts, asked: str, hc_head: HcHead | None
+    files: TargetFiles, facts: TargetFacts, option: str, hc_head: HcHead | None
 ) -> tuple[str, HcHead]:
-    """What the hc_gate starts from (one of ``config.GATES``), and its tensors.
+    """Return what the hc_gate starts from (one of ``config.GATES``), and its tensors.
 
     Args:
-        asked: ``--gate``. hc_head: the target's own, where it collapses with one.
+        option: the value of ``--gate``.
+        hc_head: the target's, or None if it does not collapse with one.
 
     Raises:
-        HyperDFlashConfigError: the target's kind has no such start; what to choose instead.
+        HyperDFlashConfigError: the target has no such gate; the message says what to choose.
     """
     kind, name = files.kind, f"target {files.name} ({facts.architecture})"
     if kind.gate_start == "fc":
@@ -153,15 +132,15 @@ def starting_gate(
             f"{name} has no hc_head to inherit a gate from. "
             "Use --reducer fc: a linear projection, trained from scratch."
         )
-    if kind.gate_start == "approximate" and asked != "approximate":
-        raise HyperDFlashConfigError(
-            f"{name} is {kind.name}: {kind.statement}. Choose --gate approximate to start from it "
-            "nevertheless, or --reducer fc: a linear projection, trained from scratch."
-        )
-    m, d = facts.hc_mult, facts.hidden_size
     if kind.gate_start == "approximate":
-        return "approximate", files.lagged_gate(m, d, facts.num_hidden_layers)
-    if asked == "approximate":
+        if option != "approximate":
+            raise HyperDFlashConfigError(
+                f"{name} is {kind.name}: {kind.statement}. Choose --gate approximate to start from "
+                "it nevertheless, or --reducer fc: a linear projection, trained from scratch."
+            )
+        shape = facts.hc_mult, facts.hidden_size, facts.num_hidden_layers
+        return "approximate", files.lagged_gate(*shape)
+    if option == "approximate":
         raise HyperDFlashConfigError(
             f"--gate approximate is for targets without a gate of their own; {name} has one: "
             f"{kind.statement}. Drop --gate."
@@ -172,7 +151,7 @@ def starting_gate(
 def new_drafter(
     files: TargetFiles, facts: TargetFacts, args: argparse.Namespace, mask_token_id: int
 ) -> Drafter:
-    """An untrained drafter for the target, its gate inherited where the reducer has one.
+    """Make an untrained drafter for the target; an hc_gate starts from the target's gate.
 
     Raises:
         HyperDFlashConfigError: the target cannot have such a drafter.
@@ -193,7 +172,7 @@ def new_drafter(
 
 
 def mask_token(args: argparse.Namespace) -> int:
-    """The token id at drafted positions; raises ``HyperDFlashConfigError`` without one."""
+    """Return the token id of drafted positions; raise ``HyperDFlashConfigError`` without one."""
     mask = args.mask_token_id
     if mask is None:
         mask = load_tokenizer(args.target, args.revision).mask_token_id
@@ -205,31 +184,24 @@ def mask_token(args: argparse.Namespace) -> int:
     return mask
 
 
-def report(args: argparse.Namespace, files: TargetFiles, facts: TargetFacts, new: Drafter) -> str:
-    """What was made: the target, the drafter's shape, its reducer and its dependency head."""
-    kind = files.kind
-    lines = [
-        f"target  {args.target}: {facts.architecture} ({kind.name}), "
-        f"{facts.hc_mult} x {facts.hidden_size}",
-        f"drafter {args.out}: {sum(p.numel() for p in new.parameters()):,} parameters",
-        *(f"{name:<7} {text}" for name, text in shape_lines(new.raw).items()),
-    ]
-    if kind.not_served is not None:
-        lines.append(f"serving not yet: {kind.not_served}")
-    return "\n".join(lines)
-
-
 def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint and say what it is."""
+    """Write the checkpoint; print its target, shape, reducer and dependency head."""
     keep_apart("--out", args.out, {"the target": args.target})
     options = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "target")}
     settings = options | {"target": location(args.target)}
     check(args.out, KIND, settings)
     files = TargetFiles(args.target, args.revision)
-    facts = TargetFacts.from_config(files.config())  # says what the folder lacks
+    facts = TargetFacts.from_config(files.config())  # names the fields that the config lacks
     drafter = new_drafter(files, facts, args, mask_token(args))
     with claim(args.out, KIND, settings):
         write_text(args.out / CARD, model_card(drafter.raw, args.target))
         drafter.save(args.out)
-    print(report(args, files, facts, drafter))
+    kind, paths = files.kind, f"{facts.hc_mult} x {facts.hidden_size}"
+    print(f"target  {args.target}: {facts.architecture} ({kind.name}), {paths}")
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    print(f"drafter {args.out}: {parameters:,} parameters")
+    for name, text in shape_lines(drafter.raw).items():
+        print(f"{name:<7} {text}")
+    if kind.not_served is not None:
+        print(f"serving not yet: {kind.not_served}")
     return 0

@@ -1,4 +1,4 @@
-"""``hyperdflash learn``: train a drafter on what servers record, and publish what is better."""
+"""``hyperdflash learn``: train a drafter on what servers record, and publish better versions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from sglang_hyperdflash.commands import train
 from sglang_hyperdflash.commands.servers import Servers, server_url
-from sglang_hyperdflash.commands.train import (
-    add_process_options,
-    check_store,
-    check_target,
-    processes,
-)
 from sglang_hyperdflash.draft.checkpoint import weight_files
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
@@ -37,17 +32,18 @@ KIND = "hyperdflash learn"
 REPORT_TO = ("tensorboard",)
 
 
-def hold(args: argparse.Namespace, held: ExitStack) -> None:
-    """Claim the working folder and the published folder for this run.
+def hold(args: argparse.Namespace, claims: ExitStack) -> None:
+    """Claim the working folder and the published folder for as long as ``claims`` is open.
 
     Raises:
         NotOurs: one of them holds something else, or is, or lies inside, another folder of this
-            command. InUse: another learner holds one.
+            command.
+        InUse: another learner holds one of them.
     """
     load_config(args.draft)  # checks the folder
-    read = {"the target": args.target, "the draft": args.draft, "the store": args.store}
-    keep_apart("--work", args.work, read)
-    keep_apart("--publish", args.publish, read | {"--work": args.work})
+    inputs = {"the target": args.target, "the draft": args.draft, "the store": args.store}
+    keep_apart("--work", args.work, inputs)
+    keep_apart("--publish", args.publish, inputs | {"--work": args.work})
     drafter = {
         "target": location(args.target),
         "draft_config": content_hash(args.draft / "config.json"),
@@ -57,13 +53,13 @@ def hold(args: argparse.Namespace, held: ExitStack) -> None:
         "store": location(args.store),
         "publish": location(args.publish),
     }
-    held.enter_context(claim(args.work, KIND, settings))
-    # Another run may go on with it after this one.
-    held.enter_context(claim(args.publish, f"{KIND} (published)", drafter))
+    claims.enter_context(claim(args.work, KIND, settings))
+    # Runs with other folders may continue the published versions, so fewer settings must match.
+    claims.enter_context(claim(args.publish, f"{KIND} (published)", drafter))
 
 
 def wait_for_store(store: Path, world: ProcessGroup) -> None:
-    """Return when a server has made the store."""
+    """Wait until a server has made the store."""
     if not (store / MANIFEST).is_file() and world.is_main:
         tqdm.write(f"waiting: there is no store at {store} yet. Start a server that records there.")
     while not (store / MANIFEST).is_file():
@@ -71,24 +67,20 @@ def wait_for_store(store: Path, world: ProcessGroup) -> None:
 
 
 def learn(
-    args: argparse.Namespace, world: ProcessGroup, device: torch.device, held: ExitStack
+    args: argparse.Namespace, world: ProcessGroup, device: torch.device, claims: ExitStack
 ) -> None:
-    """Learn until a signal ends it.
-
-    Args:
-        held: takes the claim of the store.
-    """
+    """Learn until a signal ends the process; the store is claimed as long as ``claims`` is open."""
     files = TargetFiles(args.target)
     _, folder = world.from_main(lambda: served_drafter(args.publish, args.draft, tqdm.write))
     drafter = Drafter.load(folder)
-    check_target(drafter.config, files)
+    train.check_target(drafter.config, files)
     target = BorrowedTarget(files)
     wait_for_store(args.store, world)
     stream = StreamReader(args.store, args.max_length, drafter.config.vocab_size)
-    check_store(stream, drafter.config, target.final.norm)
+    train.check_store(stream, drafter.config, target.final.norm)
     # Not before there is a store: its first writer expects an empty folder.
-    claimed = claim(args.store / "learner", KIND, {}, is_file=True)
-    world.on_main(lambda: held.enter_context(claimed))
+    learner_claim = claim(args.store / "learner", KIND, {}, is_file=True)
+    world.on_main(lambda: claims.enter_context(learner_claim))
     recipe = Recipe(
         lr=args.lr,
         batch=args.batch,
@@ -155,14 +147,14 @@ def add_parser(commands) -> None:
     add("--passes", type=COUNT, default=policy.passes, help=text)
     text = "tokens read of a sample, its last ones"
     add("--max-length", type=COUNT, default=2048, help=text)
-    add_process_options(parser)
+    train.add_process_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Learn until a signal ends it."""
+    """Learn until a signal ends the process."""
     check_reporters(REPORT_TO)
-    with processes(args) as (world, device), ExitStack() as held:
-        world.on_main(lambda: hold(args, held))
-        learn(args, world, device, held)
+    with train.processes(args) as (world, device), ExitStack() as claims:
+        world.on_main(lambda: hold(args, claims))
+        learn(args, world, device, claims)
     return 0

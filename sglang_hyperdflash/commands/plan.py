@@ -1,8 +1,8 @@
 """``hyperdflash plan``: the cost of a drafter's K/V on a DeepSeek-V4 node, by SGLang's own sizing.
 
 Nothing is loaded and no GPU is needed: SGLang resolves the server's arguments and runs its pool
-configurator, with our hooks, on the two checkpoints' ``config.json``. The cost of a training is
-:mod:`sglang_hyperdflash.commands.plan_training`'s.
+configurator, with our hooks, on the ``config.json`` of both checkpoints. The cost of a training is
+counted in :mod:`sglang_hyperdflash.commands.plan_training`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 GIB = 1 << 30
 BASELINE = "baseline"
-SIZED = ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM")
-# Fields of a V4 target that its pools are sized by; SGLang's config class has defaults for some.
-SIZED_BY = (
+ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM")
+# Fields of a V4 target that determine the sizes of its pools; SGLang has defaults for some.
+SIZE_FIELDS = (
     *("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "hc_mult"),
     *("head_dim", "qk_rope_head_dim", "index_head_dim", "sliding_window", "compress_ratios"),
     "max_position_embeddings",
 )
-# Method -> server arguments besides the target's.
+# The server arguments of each method, besides the target's.
 METHODS: dict[str, dict[str, Any]] = {
     BASELINE: {},
     ALGORITHM: {"speculative_algorithm": ALGORITHM},
@@ -49,8 +49,13 @@ METHODS: dict[str, dict[str, Any]] = {
 class Node:
     """One tensor-parallel group of GPUs.
 
-    gpu_gib: memory of a GPU. weights_gib: weights of target and draft on one GPU.
-    max_running_requests: None for SGLang's own choice, which depends on the method.
+    Attributes:
+        gpu_gib: the memory of a GPU.
+        weights_gib: the weights of target and draft on one GPU.
+        mem_fraction: the share of a GPU's memory for weights and K/V.
+        max_running_requests: None for SGLang's own choice, which depends on the method.
+        context_length: None for the target's own.
+        dp_attention: whether every GPU has requests of its own.
     """
 
     gpu_gib: float
@@ -63,19 +68,25 @@ class Node:
 
     @property
     def kv_bytes(self) -> int:
-        """Memory of one GPU that is left for K/V."""
+        """Bytes of one GPU that are left for K/V."""
         return int((self.gpu_gib * self.mem_fraction - self.weights_gib) * GIB)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """One method's cost on one GPU; ``tokens`` is the capacity in full tokens.
+    """One method's cost on one GPU.
 
-    bytes_per_token: the target's K/V (with longer rings of compression states and window while
-    several tokens are verified) and the draft's, ``draft_bytes_per_token``. requests: at most so
-    many at once. Memory of HYPERDFLASH outside weights and K/V: draft_graph_bytes, by the draft's
-    attention backend; extra_bytes, by purpose. captured, widths: batch sizes and verify widths
-    with graphs of the target, which are not counted. reason: why the method does not start here.
+    Attributes:
+        bytes_per_token: the K/V of target and draft; the target's rings of compression states and
+            of the window are longer if several tokens are verified.
+        draft_bytes_per_token: the draft's part of it.
+        tokens: the capacity in full tokens.
+        requests: the most requests at once.
+        draft_graph_bytes: buffers of HYPERDFLASH's draft graphs, by draft attention backend.
+        extra_bytes: other memory of HYPERDFLASH outside weights and K/V, by purpose.
+        widths: the verify widths with graphs of the target, whose memory is not counted.
+        captured: the number of batch sizes with such graphs.
+        reason: why the method does not start here, or None.
     """
 
     method: str
@@ -92,10 +103,11 @@ class Budget:
 
 
 def resolved_arguments(target: str, node: Node, **options: Any):
-    """SGLang's server arguments for a node, resolved as a server would.
+    """Return SGLang's server arguments for a node, resolved as a server would.
 
     Raises:
-        HyperDFlashConfigError: ours; SGLang's own ``ValueError`` and ``AssertionError`` otherwise.
+        HyperDFlashConfigError: our hooks refuse the arguments.
+        ValueError, AssertionError: SGLang refuses them.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -118,34 +130,16 @@ def resolved_arguments(target: str, node: Node, **options: Any):
     return arguments
 
 
-def _models(arguments):
-    """The target's ``ModelConfig``, the algorithm, and what SGLang reads of the draft's model.
-
-    Seams: ``ModelConfig``, ``resolve_spec_aux_hidden_state_config``.
-    """
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    model = ModelConfig.from_server_args(arguments)
-    algorithm = SpeculativeAlgorithm.from_string(arguments.resolved_dict()["speculative_algorithm"])
-    aux = spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
-        server_args=arguments, model_config=model, spec_algorithm=algorithm, is_draft_worker=False
-    )
-    return model, algorithm, aux
-
-
-def pool_configurator(arguments):
-    """SGLang's ``DSV4PoolConfigurator`` of the target's worker, our hooks included.
+def pool_configurator(model, algorithm, aux):
+    """Return SGLang's ``DSV4PoolConfigurator`` of the target's worker, with our hooks.
 
     Seams: ``create_context``/``use_context`` (must surround this call) and the attributes of
-    ``KVCacheConfigurator`` that the configurator reads.
+    ``KVCacheConfigurator`` that the configurator reads. ``aux`` is what SGLang reads of the draft.
     """
     from sglang.srt.mem_cache.draft_kv_budget import resolve_dflash_draft_cell_size
     from sglang.srt.model_executor import pool_configurator as pools
     from sglang.srt.runtime_context import draft_attn_tp_size, get_model, get_parallel, get_schedule
 
-    model, algorithm, aux = _models(arguments)
     cell = None
     if algorithm.is_dflash_family() and aux.draft_model_config is not None:
         cell = resolve_dflash_draft_cell_size(
@@ -171,11 +165,7 @@ def pool_configurator(arguments):
 
 
 def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
-    """What one method leaves on the node.
-
-    Raises:
-        HyperDFlashConfigError: the method does not start for this target.
-    """
+    """Return one method's cost on the node; raise ``HyperDFlashConfigError`` if it cannot start."""
     try:
         return _sized(target, node, method, draft)
     except HyperDFlashConfigError:
@@ -192,27 +182,44 @@ def budget(target: str, node: Node, method: str, draft: str | None) -> Budget:
 
 
 def _sized(target: str, node: Node, method: str, draft: str | None) -> Budget:
+    """Return a budget by SGLang's pool configurator.
+
+    Seams: ``ModelConfig``, ``resolve_spec_aux_hidden_state_config``.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
     from sglang.srt.runtime_context import create_context, get_schedule, use_context
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     options = dict(METHODS[method])
     if draft is not None and method != BASELINE:
         options["speculative_draft_model_path"] = draft
     arguments = resolved_arguments(target, node, **options)
+    resolved = arguments.resolved_dict()
     with use_context(create_context(arguments, role="scheduler")):
-        pool = pool_configurator(arguments)
+        model = ModelConfig.from_server_args(arguments)
+        algorithm = SpeculativeAlgorithm.from_string(resolved["speculative_algorithm"])
+        aux = spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
+            server_args=arguments,
+            model_config=model,
+            spec_algorithm=algorithm,
+            is_draft_worker=False,
+        )
+        pool = pool_configurator(model, algorithm, aux)
         sizes = pool.calculate_pool_sizes(node.kv_bytes, get_schedule().page_size)
         full = float(pool.bytes_per_full_token)
         # The target with the rings of any speculation, but without a draft.
         pool.bytes_per_swa_token = pool._get_bytes_per_swa_token()
         plain = pool._get_bytes_per_full_token()
-        requests = get_schedule().max_running_requests
-        ours = _extra_device_memory(arguments, int(requests)) if method == ALGORITHM else {}
+        requests, extra = get_schedule().max_running_requests, {}
+        if method == ALGORITHM:
+            extra = _extra_device_memory(arguments, model, aux.draft_model_config, int(requests))
     tokens = int(sizes.max_total_num_tokens)
-    return Budget(method, node.tp, full, full - plain, tokens, requests, **ours)
+    return Budget(method, node.tp, full, full - plain, tokens, requests, **extra)
 
 
-def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
-    """A :class:`Budget`'s fields outside weights and K/V, with all requests in one batch."""
+def _extra_device_memory(arguments, model, draft_model, requests: int) -> dict[str, Any]:
+    """Return a :class:`Budget`'s fields outside weights and K/V, for one batch of all requests."""
     from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import draft_attn_tp_size, get_exec
@@ -222,12 +229,11 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
     from sglang_hyperdflash.serving.startup.checks import load_draft_config
 
     resolved, drafter = arguments.resolved_dict(), load_draft_config(arguments)
-    model, _, aux = _models(arguments)
-    draft, block = aux.draft_model_config, int(resolved["speculative_num_draft_tokens"])
+    block = int(resolved["speculative_num_draft_tokens"])
     captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
-    # Ranks with batches of their own always verify whole blocks.
-    separate = resolved["enable_dp_attention"]
-    widths = (block,) if separate else read_width(block, drafter.causal).built(block)
+    # Under DP attention the ranks have different batches, and always verify whole blocks.
+    dp_attention = resolved["enable_dp_attention"]
+    widths = (block,) if dp_attention else read_width(block, drafter.causal).built(block)
     shape = Shape(
         requests=requests,
         captured=captured,
@@ -237,15 +243,15 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
         vocabulary=model.vocab_size,
         candidates=drafter.candidates,
         rank=drafter.dependency.rank if drafter.dependency else 0,
-        shards=1 if separate else int(resolved["tp_size"]),
+        shards=1 if dp_attention else int(resolved["tp_size"]),
         copied=read_copy_length(block),
         context=int(model.context_len),
         window=resolved["speculative_draft_window_size"],
         page=int(resolved["page_size"]),
-        heads=draft.get_max_num_attention_heads() // draft_attn_tp_size(),
-        head_dim=int(draft.v_head_dim),
+        heads=draft_model.get_max_num_attention_heads() // draft_attn_tp_size(),
+        head_dim=int(draft_model.v_head_dim),
         splits=int(get_exec().kernel.triton_attention_num_kv_splits),
-        # DeepSeek-V4's own attention has none.
+        # DeepSeek-V4's own attention has no such workspace.
         workspace=int(envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()),
     )
     return {
@@ -257,18 +263,17 @@ def _extra_device_memory(arguments, requests: int) -> dict[str, Any]:
 
 
 def check_target(target: str) -> None:
-    """Refuse a target that this command cannot size; a missing field's default would mislead.
+    """Raise ``HyperDFlashConfigError`` for a target that is not V4, or whose config lacks a field.
 
-    Raises:
-        HyperDFlashConfigError: not a V4 target, or its config lacks a field.
+    SGLang's default of a missing field would give wrong sizes.
     """
     fields = text_fields(TargetFiles(target).config())
-    if not set(SIZED) & set(fields.get("architectures") or ()):
+    if not set(ARCHITECTURES) & set(fields.get("architectures") or ()):
         raise HyperDFlashConfigError(
             f"{target} is not a DeepSeek-V4 target. For other targets the server prints the "
             "capacity when it starts."
         )
-    missing = [name for name in SIZED_BY if fields.get(name) is None]
+    missing = [name for name in SIZE_FIELDS if fields.get(name) is None]
     if missing:
         raise HyperDFlashConfigError(
             f"the config.json of {target} lacks {', '.join(missing)}, which K/V pools are sized "
@@ -277,37 +282,36 @@ def check_target(target: str) -> None:
 
 
 def plan(target: str, draft: str, node: Node, dspark: str | None = None) -> list[Budget]:
-    """Budgets of the baseline and the drafter, and, where they start, of EAGLE and DSPARK.
+    """Return the budgets of the baseline, of the drafter, of EAGLE and of DSPARK.
 
     Args:
-        dspark: folder or hub id of a DSPARK draft; not needed when the target carries one.
+        dspark: folder or hub id of a DSPARK draft; not needed if the target has one.
 
     Raises:
-        HyperDFlashConfigError: no memory is left besides the weights, or the drafter does not
-            start.
+        HyperDFlashConfigError: the weights leave no memory, or the drafter does not start.
     """
     if node.kv_bytes <= 0:
         raise HyperDFlashConfigError(
             f"{node.gpu_gib:g} GiB x {node.mem_fraction:g} leaves no memory besides weights of "
             f"{node.weights_gib:g} GiB per GPU at tp {node.tp}. Raise --tp or lower --weights-gib."
         )
-    rows = [budget(target, node, BASELINE, None), budget(target, node, ALGORITHM, draft)]
+    budgets = [budget(target, node, BASELINE, None), budget(target, node, ALGORITHM, draft)]
     for method, path in (("EAGLE", None), ("DSPARK", dspark)):
         try:
-            rows.append(budget(target, node, method, path))
+            budgets.append(budget(target, node, method, path))
         except HyperDFlashConfigError as error:
-            rows.append(Budget(method, node.tp, reason=str(error)))
-    return rows
+            budgets.append(Budget(method, node.tp, reason=str(error)))
+    return budgets
 
 
-def report(rows: list[Budget]) -> str:
-    """The plan as one table, and the reasons of methods that do not start."""
-    baseline = {row.tp: row.tokens for row in rows if row.method == BASELINE}
+def report(budgets: list[Budget]) -> str:
+    """Return one table of all budgets, and the reasons of methods that do not start."""
+    baseline = {row.tp: row.tokens for row in budgets if row.method == BASELINE}
     lines = [
         f"{'tp':>2}  {'method':<12}{'bytes/token':>12}{'draft':>8}{'K/V tokens':>13}{'share':>7}"
         f"{'requests':>10}{'other GiB':>11}"
     ]
-    for row in (row for row in rows if row.reason is None):
+    for row in (row for row in budgets if row.reason is None):
         other = sum(row.extra_bytes.values()) + max(row.draft_graph_bytes.values(), default=0)
         line = (
             f"{row.tp:>2}  {row.method:<12}{row.bytes_per_token:>12,.0f}"
@@ -316,16 +320,12 @@ def report(rows: list[Budget]) -> str:
             f"{f'{other / GIB:.2f}' if other else '':>11}"
         )
         lines.append(line.rstrip())
-    reasons = {f"{row.method}: {row.reason}": None for row in rows if row.reason is not None}
+    reasons = {f"{row.method}: {row.reason}": None for row in budgets if row.reason is not None}
     return "\n".join([*lines, *reasons])
 
 
 def _weights_gib(target: str, tp: int) -> float:
-    """Bytes of a local checkpoint's tensors, split over ``tp`` GPUs.
-
-    Raises:
-        HyperDFlashConfigError: there is no index that says them, or it is damaged.
-    """
+    """Return a local target's GiB per GPU; raise ``HyperDFlashConfigError`` if no index has it."""
     index = TargetFiles(target).index() if Path(target).is_dir() else None
     metadata = (index or {}).get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -349,20 +349,20 @@ def run(args: argparse.Namespace) -> int:
     if args.training is not None:
         return plan_training.run(args)
     check_target(args.target)
-    rows = []
+    budgets = []
     for tp in args.tp:
-        given = args.weights_gib
+        weights_gib = args.weights_gib
         node = Node(
             gpu_gib=args.gpu_gib,
-            weights_gib=_weights_gib(args.target, tp) if given is None else given,
+            weights_gib=_weights_gib(args.target, tp) if weights_gib is None else weights_gib,
             tp=tp,
             mem_fraction=args.mem_fraction_static,
             max_running_requests=args.max_running_requests,
             context_length=args.context_length,
             dp_attention=args.dp_attention,
         )
-        rows += plan(args.target, args.draft, node, args.dspark)
-    print(json.dumps([asdict(row) for row in rows], indent=1) if args.json else report(rows))
+        budgets += plan(args.target, args.draft, node, args.dspark)
+    print(json.dumps(list(map(asdict, budgets)), indent=1) if args.json else report(budgets))
     return 0
 
 
@@ -387,11 +387,8 @@ def add_parser(commands) -> None:
     add("--dp-attention", action="store_true", help="attention data parallelism")
     add("--context-length", type=COUNT, help="context, tokens (default: the target's own)")
     add("--mem-fraction-static", type=SHARE, default=0.85, help="share of a GPU for weights, K/V")
-    add(
-        "--max-running-requests",
-        type=COUNT,
-        help="requests at once (default: SGLang's choice for each method, which is shown)",
-    )
+    text = "requests at once (default: SGLang's choice for each method, which is shown)"
+    add("--max-running-requests", type=COUNT, help=text)
     add("--json", action="store_true", help="print JSON")
     plan_training.add_arguments(parser)
     parser.set_defaults(run=run)

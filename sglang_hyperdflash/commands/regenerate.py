@@ -1,17 +1,18 @@
 """``hyperdflash regenerate``: the target's own answers to a data set's prompts, as training data.
 
-A drafter learns its target's answers, so a data set's own are dropped and every user turn is asked
-again, after the target's answers to earlier turns. The exact tokens are kept: tokenising the text
-again may give others. One output line a conversation,
-``{"index", "digest", "messages", "samples": [{"tokens", "spans"}]}``, in one sample with a span for
-each answer as long as the conversation only grows; the file is its own resume state.
+A drafter learns its target's answers, so the data set's answers are dropped and every user turn is
+asked again, after the target's answers to earlier turns. The exact tokens are kept, because
+tokenising the text again may give others. Each conversation is one output line,
+``{"index", "digest", "messages", "samples": [{"tokens", "spans"}]}``; as long as a conversation
+only grows, it is one sample with a span for each answer. The file holds the state of the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sglang_hyperdflash.commands.answers import Answers, Asker, Conversation, Prompts, hold_answers
+from sglang_hyperdflash.commands.answers import Asker, Conversation, Prompts, hold_answers
 from sglang_hyperdflash.commands.generate import SAMPLING, add_sampling, json_option
 from sglang_hyperdflash.commands.pool import MOST_IN_FLIGHT, Pool, server_info
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
@@ -37,7 +38,7 @@ KIND = "hyperdflash regenerate"
 
 
 def read_task(index: int, record: Mapping[str, Any], where: str) -> Conversation:
-    """A row's conversation, every user turn of which is answered; raises ``BadRow``."""
+    """Parse a row's conversation, whose user turns are all answered; raise ``BadRow``."""
     chat = parse_conversation(record, where)
     steps = steps_of(chat.messages)
     digest = short_hash([steps, chat.tools, dict(chat.options)])
@@ -45,9 +46,9 @@ def read_task(index: int, record: Mapping[str, Any], where: str) -> Conversation
 
 
 def steps_of(messages: Sequence[Message]) -> list[list[Message]]:
-    """What is asked: all but the answers, up to each user message or last result of tools.
+    """Return the messages without answers, split after each user message and last tool result.
 
-    An answer that calls tools stays, before their results.
+    An answer that calls tools stays, before the tools' results.
     """
     steps: list[list[Message]] = [[]]
     for message, following in zip_longest(messages, messages[1:], fillvalue={}):
@@ -60,20 +61,21 @@ def steps_of(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 @dataclass(frozen=True)
-class Served:
+class TargetServer:
     """A running server.
 
     Attributes:
-        model: its ``--model-path``, as it was given. limit: its ``max_req_input_len``.
+        model: its ``--model-path``, as it was given.
+        max_req_input_len: the most tokens of a prompt, plus one.
     """
 
     url: str
     model: str
-    limit: int
+    max_req_input_len: int
 
     @classmethod
-    def at(cls, url: str) -> Served:
-        """What serves at an address; raises ``ServerFailed`` where nothing answers."""
+    def at(cls, url: str) -> TargetServer:
+        """Return the server at an address; raise ``ServerFailed`` if nothing answers."""
         info = server_info(url)
         return cls(url, str(info["model_path"]), int(info["max_req_input_len"]))
 
@@ -83,16 +85,13 @@ class Served:
         return self.model.rstrip("/").rpartition("/")[-1]
 
     def check(self, target: str, holders: Mapping[str, str]) -> None:
-        """Refuse a model that is certainly not ``target``, or not that of other answers.
+        """Raise ``HyperDFlashConfigError`` for a model that is not ``target``, or not a holder's.
 
-        That is a local folder with another final norm. A relative path, a path of another
-        machine, a hub id and a copy of the target, quantised or not, may be the target.
+        Only a local folder with another final norm is certainly not the target. A relative path,
+        a path of another machine, a hub id, and a copy of the target, quantised or not, may be.
 
         Args:
             holders: names of models, and where each is from.
-
-        Raises:
-            HyperDFlashConfigError: the server serves another model.
         """
         for name, holder in holders.items():
             if name != self.name:
@@ -100,8 +99,8 @@ class Served:
                     f"{holder} {name}, and the server at {self.url} serves {self.model}. Start "
                     "servers of one model, or choose another --output."
                 )
-        here = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
-        if not here or not Path(self.model).is_absolute():
+        is_local = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
+        if not is_local or not Path(self.model).is_absolute():
             return
         norms = _norm(self.model), _norm(target)
         if None not in norms and norms[0] != norms[1]:
@@ -112,13 +111,11 @@ class Served:
 
 
 def _norm(name: str) -> str | None:
-    """A hash of a local target's final norm; None where it cannot be read."""
-    try:
-        if not Path(name).is_dir():
-            return None
-        return tensors_fingerprint(TargetFiles(name).tensor("norm"))
-    except (OSError, HyperDFlashConfigError):  # a server of another user may read more than we
-        return None
+    """Return a hash of a local target's final norm, or None if it cannot be read."""
+    with suppress(OSError, HyperDFlashConfigError):  # the server's user may read more than we may
+        if Path(name).is_dir():
+            return tensors_fingerprint(TargetFiles(name).tensor("norm"))
+    return None
 
 
 def add_parser(commands) -> None:
@@ -136,9 +133,9 @@ def add_parser(commands) -> None:
     add("--input", nargs="+", required=True, help=f"chat data: {SOURCES}")
     add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
     add_sampling(parser, max_new_tokens=2048, temperature=0.7, top_p=0.8, top_k=20)
-    most = number(int, f"from 1 to {MOST_IN_FLIGHT}", lambda n: 1 <= n <= MOST_IN_FLIGHT)
+    concurrency = number(int, f"from 1 to {MOST_IN_FLIGHT}", lambda n: 1 <= n <= MOST_IN_FLIGHT)
     text = f"conversations in flight at all servers together, at most {MOST_IN_FLIGHT}"
-    add("--concurrency", type=most, default=32, help=text)
+    add("--concurrency", type=concurrency, default=32, help=text)
     add("--limit", type=COUNT, help="how many rows to read (default: all)")
     add_key_option(parser)
     add("--strict", action="store_true", help=STRICT)
@@ -148,7 +145,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer what is not answered yet."""
+    """Answer the conversations without an answer."""
     sampling = {name: getattr(args, name) for name in SAMPLING if name != "min_p"}
     options = json_option("--template-args", args.template_args)
     for name in args.input:
@@ -160,23 +157,27 @@ def run(args: argparse.Namespace) -> int:
         "target": location(args.target),
         "template": options,
     }
-    tasks = Prompts("conversations", args.input, read_task, args.limit, args.strict)
-    with hold_answers(args.output, KIND, settings, tasks) as answers:
+    prompts = Prompts("conversations", args.input, read_task, args.limit, args.strict)
+    with hold_answers(args.output, KIND, settings, prompts) as answers:
         if answers.left:
-            servers = check_servers(args, answers)
-            limit = min(server.limit for server in servers)
+            servers = check_servers(args, answers.served)
+            limit = min(server.max_req_input_len for server in servers)
             pool = Pool({server.url: server.model for server in servers})
             asker = Asker(pool, limit, chats, sampling, options, args.finished_only)
             fields = partial(record_fields, servers[0].name)
-            answered = asyncio.run(answers.add_all(asker, fields, args.concurrency))
-            print(f"{answered} conversations answered")
+            written = asyncio.run(answers.add_all(asker, fields, args.concurrency))
+            print(f"{written} conversations answered")
     return 0
 
 
-def check_servers(args: argparse.Namespace, answers: Answers) -> list[Served]:
-    """The servers, which all serve the target; raises as :meth:`Served.check`, ``ServerFailed``."""
-    servers = [Served.at(url) for url in dict.fromkeys(u.rstrip("/") for u in args.server)]
-    holders = {name: f"{answers.path} holds answers of" for name in answers.served}
+def check_servers(args: argparse.Namespace, served: Iterable[str]) -> list[TargetServer]:
+    """Return the servers; raise as :meth:`TargetServer.at` and :meth:`TargetServer.check` do.
+
+    Args:
+        served: the names of the models that have answered so far.
+    """
+    servers = [TargetServer.at(url) for url in dict.fromkeys(u.rstrip("/") for u in args.server)]
+    holders = {name: f"{args.output} holds answers of" for name in served}
     for server in servers:
         server.check(args.target, holders)
         holders.setdefault(server.name, f"the server at {server.url} serves")
@@ -187,7 +188,7 @@ def check_servers(args: argparse.Namespace, answers: Answers) -> list[Served]:
 def record_fields(
     served: str, messages: list[Message], replies: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """A conversation's record, with its training samples."""
+    """Return the fields of a conversation's record, with its training samples."""
     samples = joined((r["input_ids"], r["output_ids"]) for r in replies if r["output_ids"])
     entries = [{"tokens": s.tokens, "spans": list(map(list, s.spans))} for s in samples]
     return {"served": served, "messages": messages, "samples": entries}

@@ -1,6 +1,6 @@
 """``hyperdflash train``: the stages of a training file, each a run of :class:`Trainer`.
 
-What the file holds: :mod:`sglang_hyperdflash.training.recipe`.
+The fields of the file are in :mod:`sglang_hyperdflash.training.recipe`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PORTABLE = "PortableDeepSeekV4ForCausalLM"
 
 
 def settings_of(schedule: Schedule) -> dict[str, Any]:
-    """Settings that must not change between two runs into one working folder.
+    """Return the settings that must not change between two runs into one working folder.
 
     Raises:
         FileNotFoundError: a data file does not exist.
@@ -57,43 +57,39 @@ def settings_of(schedule: Schedule) -> dict[str, Any]:
     return stages | {
         "target": location(schedule.target),
         "draft": list(map(content_hash, weight_files(schedule.draft))),
-        # Drafters of another block size, window or mask token may have the same weights.
+        # Drafters with different block sizes, windows or mask tokens may have the same weights.
         "draft_config": content_hash(schedule.draft / "config.json"),
         "max_length": schedule.max_length,
         "features": schedule.features,
-        "held_out": {kind: content_hash(place) for kind, place in schedule.held_out.items()},
+        "held_out": {kind: content_hash(file) for kind, file in schedule.held_out.items()},
         "objective": dataclasses.asdict(schedule.objective),
     }
 
 
-def hold(schedule: Schedule, work: Path, held: ExitStack) -> None:
-    """Claim ``work`` and ``out`` for this run, before anything is loaded.
+def hold(schedule: Schedule, work: Path, claims: ExitStack) -> None:
+    """Claim ``work`` and ``out`` for as long as ``claims`` is open, before anything is loaded.
 
     Raises:
         NotOurs: one of them holds something else, or is, or lies inside, the target or the draft.
-        InUse: another run holds one.
+        InUse: another run holds one of them.
     """
     load_config(schedule.draft)  # checks the folder
-    others = {"the target": schedule.target, "the draft": schedule.draft}
-    keep_apart("out", schedule.out, others)
-    keep_apart("--work", work, others)
+    inputs = {"the target": schedule.target, "the draft": schedule.draft}
+    keep_apart("out", schedule.out, inputs)
+    keep_apart("--work", work, inputs)
     if schedule.out.resolve() in (work.resolve(), *work.resolve().parents):
         raise HyperDFlashConfigError(
             f"out {schedule.out} must not be or contain --work {work}. Choose another folder."
         )
     settings = settings_of(schedule)
-    earlier = check(work, KIND, settings) or "a new one"
-    check(schedule.out, OUT, {"work": location(work), "run": earlier})
-    run_id = held.enter_context(claim(work, KIND, settings))
-    held.enter_context(claim(schedule.out, OUT, {"work": location(work), "run": run_id}))
+    resumed_id = check(work, KIND, settings) or "a new one"
+    check(schedule.out, OUT, {"work": location(work), "run": resumed_id})
+    run_id = claims.enter_context(claim(work, KIND, settings))
+    claims.enter_context(claim(schedule.out, OUT, {"work": location(work), "run": run_id}))
 
 
 def check_target(config: HyperDFlashConfig, files: TargetFiles) -> TargetFacts:
-    """The facts of a target, after checking that a drafter was made for it.
-
-    Raises:
-        HyperDFlashConfigError: it was made for another target.
-    """
+    """Return the target's facts; raise ``HyperDFlashConfigError`` for another target's drafter."""
     facts = TargetFacts.from_config(files.config())
     hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
     check_fingerprint(config, None if hc_head is None else hc_head.fingerprint())
@@ -101,10 +97,10 @@ def check_target(config: HyperDFlashConfig, files: TargetFiles) -> TargetFacts:
 
 
 def load_pair(schedule: Schedule):
-    """The target, or the borrowed parts of a captured one, and the untrained drafter.
+    """Load the target, or the borrowed parts of a captured one, and the untrained drafter.
 
     Raises:
-        HyperDFlashConfigError: they do not fit each other.
+        HyperDFlashConfigError: the two do not fit each other, or the objective.
     """
     drafter = Drafter.load(schedule.draft)
     schedule.objective.resolved(drafter.config)  # checks the combination, before any work
@@ -132,13 +128,12 @@ def train(
     """Run every stage; finished ones are skipped, an interrupted one resumes.
 
     Args:
-        states: where the target's states are kept for other runs; None for the working folder.
+        states: the folder that keeps the target's states for later runs; None for one in ``work``.
         strict: see :class:`LeftOut`.
     """
     target, drafter = load_pair(schedule)
-    captures = schedule.features == "captured"
-    left_out = LeftOut(strict)
-    if not captures:
+    if schedule.features != "captured":
+        left_out = LeftOut(strict)
         loaded = load_all(schedule, left_out)
         world.on_main(lambda: left_out.report(work / "left_out.jsonl"))
     target.to(device)
@@ -148,8 +143,10 @@ def train(
             print(line, flush=True)
 
     def source(files: tuple[str, ...], title: str) -> Source:
-        if captures:
-            return captured(files, drafter.config, target.final.norm)
+        if schedule.features == "captured":
+            store = StoreReader(files[0])
+            check_store(store, drafter.config, target.final.norm)
+            return store
         say(f"{title}: {loaded[files]}")
         samples, layer_ids = loaded[files].samples, drafter.config.captured_layers
         if schedule.features == "online":
@@ -184,38 +181,38 @@ def train(
 
 
 def load_all(schedule: Schedule, left_out: LeftOut) -> dict[tuple[str, ...], Loaded]:
-    """The samples of every stage's data and of every held-out file, before any work."""
-    chats, held = load_chats(schedule.target), [(file,) for file in schedule.held_out.values()]
-    every = dict.fromkeys([*held, *(stage.data for stage in schedule.stage)])
+    """Load the samples of every held-out file and of every stage's data, each file once."""
+    chats = load_chats(schedule.target)
     load = cache(lambda file: load_samples((file,), chats, schedule.max_length, left_out))
-    return {files: Loaded.of(map(load, files)) for files in every}
+    held_out = [(file,) for file in schedule.held_out.values()]
+    data = dict.fromkeys([*held_out, *(stage.data for stage in schedule.stage)])
+    return {files: Loaded.of(map(load, files)) for files in data}
 
 
 def continue_from(drafter: Drafter, stage: Path) -> None:
-    """Load the fp32 weights of a stage's best, whose published ones are bf16.
+    """Load the fp32 weights of a stage's best checkpoint, whose published weights are bf16.
 
-    The main process does this alone: the trainer gives its weights to all.
+    Only the main process does this: the trainer gives its weights to all processes.
     """
     drafter.load_state_dict(read_state(saved_states(stage)[-1])["best"]["weights"])
 
 
 def check_next_stage(trainer: Trainer, work: Path, number: int) -> None:
-    """Refuse to continue a stage after the next one started from its best.
+    """Raise ``HyperDFlashConfigError`` for an unfinished stage whose next stage has begun.
 
-    Raises:
-        HyperDFlashConfigError: the stage is not finished, and the next one has a state.
+    The next stage started from what was then the best checkpoint.
     """
-    following = work / f"stage-{number + 1}"
-    if trainer.progress() < 1.0 and saved_states(following):
+    next_stage = work / f"stage-{number + 1}"
+    if trainer.progress() < 1.0 and saved_states(next_stage):
         raise HyperDFlashConfigError(
             f"stage {number} would continue from step {trainer.state['step']}, but stage "
             f"{number + 1} started from it. Restore the length of stage {number}, or remove "
-            f"{following} and run the same command again to retrain what follows."
+            f"{next_stage} and run the same command again to retrain what follows."
         )
 
 
 def best_line(trainer: Trainer) -> str:
-    """The best checkpoint in words."""
+    """Return the line about the best checkpoint."""
     if not trainer.held_out:
         return f"last: step {trainer.state['step']}, tau not measured: there is no [held_out]"
     return f"best: step {trainer.best['step']}, tau {trainer.best['tau']:.2f}"
@@ -229,23 +226,12 @@ def publish(best: Path, out: Path, card: str) -> None:
             shutil.copyfile(best / name, partial)
 
 
-def captured(
-    folders: tuple[Path | str, ...], config: HyperDFlashConfig, norm: torch.Tensor
-) -> StoreReader:
-    """A stage's store; it must be of the drafter's target."""
-    features = StoreReader(folders[0])
-    check_store(features, config, norm)
-    return features
-
-
-def check_store(features: StoreReader, config: HyperDFlashConfig, norm: torch.Tensor) -> None:
-    """Check that a store is of the drafter's target.
+def check_store(store: StoreReader, config: HyperDFlashConfig, norm: torch.Tensor) -> None:
+    """Raise ``HyperDFlashConfigError`` for a store that is not of the drafter's target.
 
     Args:
-        config: the drafter's. norm: ``[d]``, the target's final norm.
-
-    Raises:
-        HyperDFlashConfigError: it is not.
+        config: the drafter's configuration.
+        norm: ``[d]``, the weight of the target's final norm.
     """
     expected = {
         "hc_mult": config.hc_mult,
@@ -255,12 +241,12 @@ def check_store(features: StoreReader, config: HyperDFlashConfig, norm: torch.Te
     }
     if config.captured_layers:
         expected["layer_ids"] = config.captured_layers
-    for name, wanted in expected.items():
-        found = getattr(features.identity, name)
-        if found != wanted:
+    for name, value in expected.items():
+        stored = getattr(store.identity, name)
+        if stored != value:
             raise HyperDFlashConfigError(
-                f"{features.folder} was captured from another target: its {name} is {found}, the "
-                f"drafter's target has {wanted}."
+                f"{store.folder} was captured from another target: its {name} is {stored}, the "
+                f"drafter's target has {value}."
             )
 
 
@@ -272,36 +258,29 @@ def add_parser(commands) -> None:
         description="Train a drafter in the stages of a TOML file; run again to resume. For many "
         "processes: torchrun --nproc-per-node N -m sglang_hyperdflash.cli train ...",
     )
-    parser.add_argument("--config", type=Path, required=True, help="training file (TOML)")
-    parser.add_argument(
-        "--work", type=Path, required=True, help="folder of this run's states and logs"
-    )
-    parser.add_argument(
-        "--states",
-        type=Path,
-        metavar="FOLDER",
-        help="folder that keeps the target's states for later runs on the same samples "
-        "(default: WORK/states)",
-    )
-    parser.add_argument("--strict", action="store_true", help=STRICT)
+    add = parser.add_argument
+    add("--config", type=Path, required=True, help="training file (TOML)")
+    add("--work", type=Path, required=True, help="folder of this run's states and logs")
+    text = "folder that keeps the target's states for later runs on the same samples"
+    add("--states", type=Path, metavar="FOLDER", help=f"{text} (default: WORK/states)")
+    add("--strict", action="store_true", help=STRICT)
     add_process_options(parser)
     parser.set_defaults(run=run)
 
 
 def add_process_options(parser: argparse.ArgumentParser) -> None:
-    """What :func:`processes` reads."""
+    """Add the options that :func:`processes` reads."""
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    parser.add_argument(
-        "--threads", type=COUNT, help="CPU threads of each process (default: torch's own number)"
-    )
+    text = "CPU threads of each process (default: torch's own number)"
+    parser.add_argument("--threads", type=COUNT, help=text)
 
 
 @contextmanager
 def processes(args: argparse.Namespace) -> Iterator[tuple[ProcessGroup, torch.device]]:
-    """This process among those of torchrun, and its device.
+    """Join the processes of torchrun; yield their group and this process's device.
 
     Raises:
-        HyperDFlashConfigError: a GPU is asked for, and there is none.
+        HyperDFlashConfigError: the options name a GPU, and there is none.
     """
     if args.device == "cuda" and not torch.cuda.is_available():
         raise HyperDFlashConfigError(
@@ -330,7 +309,7 @@ def run(args: argparse.Namespace) -> int:
             f"{schedule.features}. Drop one of them."
         )
     check_reporters(schedule.report_to)
-    with processes(args) as (world, device), ExitStack() as held:
-        world.on_main(lambda: hold(schedule, args.work, held))
+    with processes(args) as (world, device), ExitStack() as claims:
+        world.on_main(lambda: hold(schedule, args.work, claims))
         train(schedule, args.work, world, device, args.states, args.strict)
     return 0

@@ -12,8 +12,8 @@ from eval.methods import Method
 from eval.runner import Plan, read_sealed
 from eval.serving import Study, run
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import demo, own_server
-from sglang_hyperdflash.commands.train import captured
+from sglang_hyperdflash.commands import command_server, demo
+from sglang_hyperdflash.commands.train import check_store
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.serving.settings import FULL, WIDTH
 from sglang_hyperdflash.targets.files import TargetFiles
@@ -75,7 +75,7 @@ def test_the_whole_demo(tmp_path):
 def test_generate_goes_on_where_it_was_cut(
     tmp_path, capsys, monkeypatch, target_dir, drafter_dir, target_server, hyper_server, tokenizer
 ):
-    monkeypatch.setattr(own_server, "Server", lambda *_, **__: Kept(hyper_server))
+    monkeypatch.setattr(command_server, "Server", lambda *_, **__: Kept(hyper_server))
     lines = [json.loads(x) for x in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
     records = [{"messages": line["messages"]} for line in lines]
     records += [{"prompt": "Tom has 3 apples."}, {"turns": ["one tea please", "thanks"]}]
@@ -114,7 +114,7 @@ def test_captured_states_are_the_targets_own(
     monkeypatch, target_dir, drafter_dir, tmp_path, shares
 ):
     """Conversations of one answer and of two, shorter and longer than a prefill chunk."""
-    monkeypatch.setattr(own_server, "Server", partial(own_server.Server, start=start))
+    monkeypatch.setattr(command_server, "Server", partial(command_server.Server, start=start))
     data, out = tmp_path / "data.jsonl", tmp_path / "states"
     questions = demo_questions()[:6]
     answer = {"role": "assistant", "content": "It costs 3 + 4 = 7 dollars. " * 6}
@@ -148,12 +148,12 @@ def test_captured_states_are_the_targets_own(
         assert [p for p in shards if p.stat().st_mtime_ns != before[p]] == [last]
         assert_the_targets()
     config, norm = load_config(drafter_dir), BorrowedTarget(TargetFiles(str(target_dir))).final.norm
-    assert len(captured((out,), config, norm).samples) == len(source.samples)
+    check_store(source, config, norm)
     with pytest.raises(ValueError, match="norm_fingerprint"):
-        captured((out,), config, norm + 1)
+        check_store(source, config, norm + 1)
     other = replace(config, target=replace(config.target, hc_head_fingerprint="other"))
     with pytest.raises(ValueError, match="hc_head_fingerprint"):
-        captured((out,), other, norm)
+        check_store(source, other, norm)
 
 
 @pair

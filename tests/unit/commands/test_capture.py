@@ -51,7 +51,7 @@ def engine(server, monkeypatch):
         server.answer = answer
         yield server
 
-    monkeypatch.setattr(capture, "own_server", start)
+    monkeypatch.setattr(capture, "start_server", start)
     return server
 
 

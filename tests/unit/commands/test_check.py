@@ -46,7 +46,7 @@ def test_what_fails_is_named_and_the_rest_still_looked_at(monkeypatch, capsys):
     monkeypatch.setattr(check.logging, "disable", lambda level: None)  # of the whole process
     assert cli.main(["check"]) == 2
     assert list(states(capsys.readouterr().out).values()) == ["WRONG", "ok", "ok"]
-    assert not version.ok and "0.6.0" in version.found and platform.ok
+    assert not version.ok and "0.6.0" in version.detail and platform.ok
     with pytest.raises(SeamError):
         check.sglang_version()
     if not torch.cuda.is_available():

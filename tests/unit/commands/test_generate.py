@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import capture, generate, own_server
+from sglang_hyperdflash.commands import capture, command_server, generate
 from sglang_hyperdflash.commands.answers import Prompts, hold_answers
 from sglang_hyperdflash.targets.chats import TemplateChats
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -43,7 +43,7 @@ class Tokenizer:
 def run(server, tmp_path, monkeypatch, target_dir):
     """``hyperdflash generate`` with a server of so much context; gives the exit code."""
     monkeypatch.setattr(generate, "load_chats", lambda _: TemplateChats(Tokenizer()))
-    monkeypatch.setattr(generate, "own_server", lambda *_, **__: nullcontext(server))
+    monkeypatch.setattr(generate, "start_server", lambda *_, **__: nullcontext(server))
 
     def generated(lines, *options: str, context: int = 50) -> int:
         server.context = context
@@ -135,12 +135,12 @@ def test_the_list_of_a_run_without_an_answer_does_not_stop_the_corrected_one(run
 @pytest.mark.slow
 def test_an_option_that_no_server_has_is_named(target_dir):
     arguments = {"model_path": str(target_dir), "no_such_option": 1}
-    server = own_server.own_server(arguments, verbose=False)
+    server = command_server.start_server(arguments, verbose=False)
     with pytest.raises(HyperDFlashConfigError, match="no-such-option"), server:
         pass
 
 
 def test_names_of_engine_arguments_are_the_engine_s():
     known = set(inspect.signature(ServerArgs).parameters)
-    assert known >= generate.MEMORY_ONLY | capture.CAPTURE_OWN.keys()
-    assert capture.CAPTURE_OWN.keys() >= generate.OWN.keys()
+    assert known >= generate.MEMORY_ONLY | capture.RESERVED_ARGUMENTS.keys()
+    assert capture.RESERVED_ARGUMENTS.keys() >= generate.RESERVED_ARGUMENTS.keys()

@@ -6,7 +6,7 @@ import pytest
 
 from eval.step_flops import Step, count
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands.plan_training import Conversation, products, visible_keys
+from sglang_hyperdflash.commands.plan_training import products, visible_keys
 from sglang_hyperdflash.draft.config import parse_config
 from sglang_hyperdflash.training.anchors import dense_mask, visible
 from sglang_hyperdflash.training.objective import Blocks, Objective
@@ -28,7 +28,11 @@ def test_products_are_those_of_a_counted_step(raw, fields):
     blocks = Blocks.draw(rows, step.anchors, raw["block_size"], [0, 1])
     taught = 6 if objective.taught is None else objective.taught
     drafts, keep = int(blocks.supervised.sum()), blocks.keep.numel()
-    rows = {"drafts": drafts, "taught": int(blocks.supervised[..., :taught].sum()), "own": drafts}
+    rows = {
+        "drafts": drafts,
+        "taught": int(blocks.supervised[..., :taught].sum()),
+        "scored": drafts,
+    }
     formula = products(raw, tokens=2 * step.tokens, blocks=keep, **rows)
     assert sum(count(raw, step, objective).values()) == formula
 
@@ -41,7 +45,7 @@ def test_visible_keys_are_those_of_the_mask(window):
     may_attend = visible(blocks.anchors, blocks.keep, 90, 7, window)
     mask = dense_mask(may_attend, 1, 7 * n, 90 + 7 * n, "cpu")
     expected = mask.sum().item() / mask.shape[1]
-    assert visible_keys(Conversation(90, 70), 7, window) == pytest.approx(expected)
+    assert visible_keys(90, 70, 7, window) == pytest.approx(expected)
 
 
 def test_the_recipes_cost_is_a_table_and_json(capsys):

@@ -52,7 +52,6 @@ capture: *--share* 3/2 | *--max-length* 0 | *--writer* node/1 | *--writer* .hidd
 train: --config *none.toml* | --work *mine* | *--work target/work*
 learn: *--publish draft*
 demo: *--out mine*
-plan: *--round-costs* notes
 {KV}: *--weights-gib* 90 | *--tp* 0 | *--gpu-gib* nan | *--mem-fraction-static* 85
 plan --draft {SAMPLE}/drafter --training {RECIPE}: *--conversations* 1 2 3 | *--answer-tokens* 2000
 {FULL_KV}: --target *target*"""
@@ -104,8 +103,8 @@ CASES = [
     ("demo", {"demo.json": "notes"}, "demo.json"),
     *((name, NO_TOKENIZER, "tokenizer") for name in ("regenerate", "generate", "capture", "train")),
     # Another model or dtype among the engine's arguments would give another one's answers.
-    *((f"generate {ENGINE % (name, 0)}", {}, f"{name}. ") for name in generate.OWN),
-    *((f"capture {ENGINE % (name, 0)}", {}, f"{name}. ") for name in capture.CAPTURE_OWN),
+    *((f"generate {ENGINE % (name, 0)}", {}, f"{name}. ") for name in generate.RESERVED_ARGUMENTS),
+    *((f"capture {ENGINE % (name, 0)}", {}, f"{name}. ") for name in capture.RESERVED_ARGUMENTS),
 ]
 if not torch.cuda.is_available():
     CASES += [(f"{name} --device cuda", {}, "--device cuda") for name in ("train", "learn")]
@@ -157,7 +156,7 @@ def folder(tmp_path, prepared, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     began = mock.Mock(side_effect=AssertionError("work began"))
     for module, name in (
-        *((demo, "Server"), (generate, "own_server"), (capture, "own_server")),
+        *((demo, "Server"), (generate, "start_server"), (capture, "start_server")),
         *((train, "Trainer"), (learn, "wait_for_store"), (init.Drafter, "save")),
     ):
         monkeypatch.setattr(module, name, began)
@@ -253,11 +252,11 @@ def test_a_second_run_with_other_settings(folder, refused, monkeypatch, case, fi
         for place in (work, schedule.out):
             (place / "state").write_text("state")
 
-    served = [regenerate.Served("http://fake", "model", 9)]
+    served = [regenerate.TargetServer("http://fake", "model", 9)]
     running = nullcontext(SimpleNamespace(url="http://fake"))
     for module, name, stub in (
         *((regenerate, "check_servers", lambda *_: served), (Answers, "add_all", one)),
-        *((generate, "own_server", lambda *_, **__: running), (init.Drafter, "save", save)),
+        *((generate, "start_server", lambda *_, **__: running), (init.Drafter, "save", save)),
         *((generate, "server_info", lambda _: {"max_req_input_len": 9}),),
         *((capture, "_capture", captured), (train, "train", trained)),
     ):

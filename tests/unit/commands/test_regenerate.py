@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands.regenerate import Served
+from sglang_hyperdflash.commands.regenerate import TargetServer
 from sglang_hyperdflash.targets.chats import Chat, load_chats
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.conversations import load_samples
@@ -160,16 +160,16 @@ def test_only_what_is_surely_another_model_is_refused(target_dir, tmp_path, monk
     save_file({"model.norm.weight": torch.ones(256)}, other / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HyperDFlashConfigError, match="other"):
-        Served("http://localhost:1", str(other), 9).check(str(target_dir), {})
-    Served("http://gpu7:30000", str(other), 9).check(str(target_dir), {})
+        TargetServer("http://localhost:1", str(other), 9).check(str(target_dir), {})
+    TargetServer("http://gpu7:30000", str(other), 9).check(str(target_dir), {})
     for model in ("other", "/no/such/folder", str(tmp_path)):
-        Served("http://127.0.0.1:1", model, 9).check(str(target_dir), {})
+        TargetServer("http://127.0.0.1:1", model, 9).check(str(target_dir), {})
 
     def closed(self):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "is_dir", closed)
-    Served("http://localhost:1", str(other), 9).check("/here/v4", {})
+    TargetServer("http://localhost:1", str(other), 9).check("/here/v4", {})
 
 
 @pytest.mark.heavy

@@ -1,10 +1,8 @@
 """Line charts as SVG text, the same bytes for the same numbers.
 
-Colours are of a palette that people with any colour blindness can tell apart (Okabe and Ito), one
-fixed for each method, and each method has a marker of its own.
+The colours are of Okabe and Ito's palette, which people with any colour blindness can tell apart.
+Every method has its own colour and marker.
 """
-
-from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
@@ -12,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from eval.errors import EvalError
 from eval.methods import label
 
-# Colour and marker of each method.
-STYLES = {
+STYLES = {  # colour and marker
     "baseline": ("#8c8c8c", "o"),
     "mtp3": ("#e69f00", "^"),
     "mtp6": ("#d55e00", "v"),
@@ -35,15 +32,11 @@ Points = Sequence[tuple[float, float]]
 
 
 def line_chart(
-    panels: Mapping[str, Mapping[str, Points]], across: str, up: str, log: bool = False
+    panels: Mapping[str, Mapping[str, Points]], xlabel: str, ylabel: str, log: bool = False
 ) -> str:
-    """An SVG with a panel for each title and a line for each method.
+    """An SVG with a panel for each title of ``panels`` and a line for each of its methods.
 
-    Args:
-        panels: title -> method -> points. across, up: names of the axes. log: of base 2, across.
-
-    Raises:
-        EvalError: matplotlib is not installed.
+    ``log`` makes the x axis logarithmic, of base 2. Raises ``EvalError`` without matplotlib.
     """
     try:
         import matplotlib
@@ -52,24 +45,23 @@ def line_chart(
         raise EvalError(
             "charts need matplotlib: pip install 'sglang-hyperdflash[eval]'."
         ) from error
-    settings = {"svg.hashsalt": up, "svg.fonttype": "none", "font.family": "DejaVu Sans"}
+    settings = {"svg.hashsalt": ylabel, "svg.fonttype": "none", "font.family": "DejaVu Sans"}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(5.2 * len(panels), 3.6), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axis, (title, lines) in zip(axes, panels.items(), strict=True):
             for method, points in lines.items():
                 colour, marker = STYLES[method]
-                axis.plot(
-                    *zip(*points, strict=True), color=colour, marker=marker, label=label(method)
-                )
-            xs = sorted({x for points in lines.values() for x, _ in points})
+                xs, ys = zip(*points, strict=True)
+                axis.plot(xs, ys, color=colour, marker=marker, label=label(method))
+            ticks = sorted({x for points in lines.values() for x, _ in points})
             if log:
                 axis.set_xscale("log", base=2)
-            axis.set_xticks(xs, [f"{x:g}" for x in xs])
-            axis.set(title=title, xlabel=across, ylim=(0, None))
+            axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            axis.set(title=title, xlabel=xlabel, ylim=(0, None))
             axis.grid(alpha=0.25)
-        axes[0].set_ylabel(up)
+        axes[0].set_ylabel(ylabel)
         axes[0].legend(fontsize=8, frameon=False)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    return svg.getvalue()

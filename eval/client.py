@@ -1,18 +1,20 @@
-"""One conversation with an OpenAI-compatible SGLang server, with what was drafted."""
-
-from __future__ import annotations
+"""Conversations with an OpenAI-compatible SGLang server, with what was drafted."""
 
 import queue
 import threading
 import time
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import requests
 
 from eval.errors import one_line
-from sglang_hyperdflash.tools.acceptance import add_histograms
+from sglang_hyperdflash.tools.acceptance import add_histograms, counters
 from sglang_hyperdflash.tools.server_process import key_headers, reason_of
+
+TIMEOUT = 1800.0  # seconds of one request
 
 
 class Unanswered(requests.RequestException):
@@ -21,37 +23,38 @@ class Unanswered(requests.RequestException):
 
 @dataclass
 class Answer:
-    """All turns of one conversation: tokens and text of every turn, wall seconds, counters.
+    """All turns of one conversation; the counters are sums over the turns."""
 
-    histogram: entry i counts the rounds with i accepted drafts. widths: entry w counts the rounds
-    of width w; empty where every round had every draft.
-    """
-
-    output_ids: list[list[int]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    output_ids: list[list[int]] = field(default_factory=list)  # token ids of every turn
+    texts: list[str] = field(default_factory=list)  # of every turn
+    seconds: float = 0.0  # wall clock
     correct_drafts: int = 0
     verify_rounds: int = 0
-    histogram: list[int] = field(default_factory=list)
+    histogram: list[int] = field(default_factory=list)  # entry i: rounds with i accepted drafts
+    # Entry w counts the rounds of width w; empty where every round had every draft.
     widths: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How every turn is answered; ``timeout`` in seconds."""
+    """How every turn is answered."""
 
     temperature: float
     max_new_tokens: int
-    template_args: dict[str, Any] = field(default_factory=dict)
-    timeout: float = 1800.0
+    template_args: dict[str, Any] = field(default_factory=dict)  # of the chat template
 
 
-def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dict[str, Any]:
-    """One chat completion's JSON.
+def post(address: str, payload: dict[str, Any]) -> requests.Response:
+    """The reply to a JSON request with the key; raises ``requests.RequestException``."""
+    return requests.post(address, json=payload, timeout=TIMEOUT, headers=key_headers())
 
-    Raises:
-        Unanswered: the server refused; the message holds its reason.
-        requests.RequestException: the server died.
+
+def chat(
+    url: str, messages: list[dict[str, str]], sampling: Sampling, **extensions: bool
+) -> dict[str, Any]:
+    """One chat completion's JSON; ``extensions`` are SGLang's own fields of the request.
+
+    Raises ``Unanswered`` with the server's reason, another ``RequestException`` where it died.
     """
     payload = {
         "model": "default",
@@ -59,10 +62,9 @@ def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dic
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_new_tokens,
         "chat_template_kwargs": sampling.template_args,
-        **more,
+        **extensions,
     }
-    options = {"json": payload, "timeout": sampling.timeout, "headers": key_headers()}
-    reply = requests.post(f"{url}/v1/chat/completions", **options)
+    reply = post(f"{url}/v1/chat/completions", payload)
     if not reply.ok:
         reason = " ".join(reason_of(reply.text).split())[:500] or "no reason given"
         raise Unanswered(f"{url} refused with {reply.status_code}: {reason}")
@@ -70,7 +72,7 @@ def chat(url: str, messages: list[dict], sampling: Sampling, **more: Any) -> dic
 
 
 def messages_before(turns: list[str], texts: list[str], turn: int) -> list[dict[str, str]]:
-    """The conversation up to and with user turn ``turn`` (from 0), given the answers before it."""
+    """The messages up to and with user turn ``turn`` (from 0); ``texts``: the answers before it."""
     messages = []
     for i in range(turn):
         messages.append({"role": "user", "content": turns[i]})
@@ -79,67 +81,58 @@ def messages_before(turns: list[str], texts: list[str], turn: int) -> list[dict[
 
 
 def converse(url: str, turns: list[str], sampling: Sampling) -> Answer:
-    """Ask the turns one after another, each seeing the answers before it.
+    """Ask the turns one after another, each after the answers to the turns before it.
 
-    Raises:
-        Unanswered: the server refused or aborted, or did not say which tokens it wrote.
-        requests.RequestException: the server died.
+    Raises as :func:`chat`, and ``Unanswered`` for an aborted answer or one without token ids.
     """
     answer = Answer()
-    asked = {"return_spec_tokens_details": True, "return_output_ids_in_sglext": True}
+    extensions = {"return_spec_tokens_details": True, "return_output_ids_in_sglext": True}
     for i in range(len(turns)):
         messages = messages_before(turns, answer.texts, i)
         started = time.perf_counter()
-        content = chat(url, messages, sampling, **asked)
+        completion = chat(url, messages, sampling, **extensions)
         answer.seconds += time.perf_counter() - started
-        extension = content.get("sglext") or {}
-        details = extension.get("spec_tokens_details") or {}
-        written = extension.get("output_ids")
-        if content["choices"][0].get("finish_reason") == "abort":
+        choice, extension = completion["choices"][0], completion.get("sglext") or {}
+        output_ids = extension.get("output_ids")
+        if choice.get("finish_reason") == "abort":
             raise Unanswered(f"{url} aborted the answer")
-        if not written:  # an empty answer is [[]]
+        if not output_ids:  # an empty answer is [[]]
             raise Unanswered(
                 f"{url} answered without sglext.output_ids, so tokens cannot be counted or "
                 "compared. Expected an SGLang server, not a proxy."
             )
-        answer.output_ids.append(written[0])
-        answer.correct_drafts += int(details.get("spec_num_correct_drafts", 0))
-        answer.verify_rounds += int(details.get("spec_verify_ct", 0))
-        histogram = details.get("spec_correct_drafts_histogram", [])
+        details = extension.get("spec_tokens_details") or {}
+        correct_drafts, verify_rounds, histogram = counters(details)
+        answer.output_ids.append(output_ids[0])
+        answer.texts.append(choice["message"]["content"] or "")
+        answer.correct_drafts += correct_drafts
+        answer.verify_rounds += verify_rounds
         answer.histogram = add_histograms([answer.histogram, histogram])
         answer.widths = add_histograms([answer.widths, details.get("spec_cap_lens_histogram", [])])
-        answer.texts.append(content["choices"][0]["message"]["content"] or "")
     return answer
 
 
 def converse_all(
     url: str, conversations: list[list[str]], sampling: Sampling, concurrency: int
 ) -> tuple[list[Answer], float]:
-    """Every conversation, ``concurrency`` in flight; answers in order and wall seconds.
+    """The answers to all conversations in their order, and the wall seconds.
 
-    The threads are daemons: Ctrl-C does not wait for unfinished answers.
-
-    Raises:
-        Unanswered: the server refused a prompt, whose number (from 1) the message holds.
-        requests.RequestException: the server died. After either no other conversation is begun.
+    ``concurrency`` conversations are in flight. The threads are daemons: Ctrl-C does not wait for
+    unfinished answers. Raises as :func:`converse`, with the number (from 1) of a refused prompt;
+    after an error no further conversation is begun.
     """
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    waiting = deque(enumerate(conversations))
     finished: queue.SimpleQueue[tuple[int, Answer | BaseException]] = queue.SimpleQueue()
-    for i in range(len(conversations)):
-        waiting.put(i)
-    stop = threading.Event()
 
     def work() -> None:
-        while not stop.is_set():
-            try:
-                i = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                finished.put((i, converse(url, conversations[i], sampling)))
-            except BaseException as error:
-                stop.set()  # here, before another thread takes the next conversation
-                finished.put((i, error))
+        with suppress(IndexError):  # of popleft: none is left
+            while True:
+                i, turns = waiting.popleft()
+                try:
+                    finished.put((i, converse(url, turns, sampling)))
+                except BaseException as error:
+                    waiting.clear()  # before another thread takes the next conversation
+                    finished.put((i, error))
 
     started = time.perf_counter()
     for _ in range(min(concurrency, len(conversations))):
@@ -154,6 +147,6 @@ def converse_all(
                 raise answer
             answers[i] = answer
     finally:
-        stop.set()
+        waiting.clear()
     seconds = time.perf_counter() - started
     return [answers[i] for i in range(len(conversations))], seconds

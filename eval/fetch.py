@@ -5,8 +5,6 @@ Each comes from its home on the Hugging Face hub, or from a folder of copies mad
 step for mathematics, an instruction for code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import EvalError, one_line
-from eval.prompts import BENCHMARKS
 from sglang_hyperdflash.tools.atomic import write_text
 
 KIND = "python -m eval fetch"
@@ -38,51 +35,43 @@ def _humaneval(record: Record) -> list[str]:
 
 
 def _livecodebench(record: Record) -> list[str]:
-    starter = record["starter_code"]
-    if starter:
-        form = f"Use the following code structure:\n```python\n{starter}\n```"
-    else:
-        form = "Write your code in the following format:\n```python\n# YOUR CODE HERE\n```"
+    instruction = "Write your code in the following format:"
+    if record["starter_code"]:
+        instruction = "Use the following code structure:"
+    code = record["starter_code"] or "# YOUR CODE HERE"
     return [
-        f"{PROGRAMMER}\n\n### Question:\n{record['question_content']}\n\n### Format: {form}\n\n"
+        f"{PROGRAMMER}\n\n### Question:\n{record['question_content']}\n\n"
+        f"### Format: {instruction}\n```python\n{code}\n```\n\n"
         "### Answer: (use the provided format with backticks)"
     ]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A benchmark's home: arguments of ``datasets.load_dataset``, its columns, its turns.
-
-    turns: from a record to the user turns of one conversation.
-    """
+    """A benchmark's home: arguments of ``datasets.load_dataset``, and how a record is read."""
 
     name: str
     split: str
-    columns: tuple[str, ...]
-    turns: Callable[[Record], list[str]]
+    columns: tuple[str, ...]  # that ``turns`` reads
+    turns: Callable[[Record], list[str]]  # user turns of one conversation
     config: str | None = None
     files: tuple[str, ...] = ()
 
 
+_MBPP = "google-research-datasets/mbpp"
+_MT_BENCH = "HuggingFaceH4/mt_bench_prompts"
 _LIVE = "hf://datasets/livecodebench/code_generation_lite/test"
-_MBPP = ("google-research-datasets/mbpp", "test", ("prompt",), lambda r: [r["prompt"]], "sanitized")
+_LIVE_FILES = tuple(f"{_LIVE}{number}.jsonl" for number in ("", *range(2, 7)))
+_LIVE_COLUMNS = ("question_content", "starter_code")
 SOURCES = {
     "gsm8k": Source("openai/gsm8k", "test", ("question",), _mathematics("question"), "main"),
     "math500": Source("HuggingFaceH4/MATH-500", "test", ("problem",), _mathematics("problem")),
     "aime25": Source("MathArena/aime_2025", "train", ("problem",), _mathematics("problem")),
     "humaneval": Source("openai/openai_humaneval", "test", ("prompt",), _humaneval),
-    "mbpp": Source(*_MBPP),
-    # The library no longer runs its own loading script: its files are read as they are.
-    "livecodebench": Source(
-        "json",
-        "train",
-        ("question_content", "starter_code"),
-        _livecodebench,
-        files=tuple(f"{_LIVE}{number}.jsonl" for number in ("", *range(2, 7))),
-    ),
-    "mt-bench": Source(
-        "HuggingFaceH4/mt_bench_prompts", "train", ("prompt",), lambda r: list(r["prompt"])
-    ),
+    "mbpp": Source(_MBPP, "test", ("prompt",), lambda r: [r["prompt"]], "sanitized"),
+    # The library no longer runs this data set's loading script: its files are read as they are.
+    "livecodebench": Source("json", "train", _LIVE_COLUMNS, _livecodebench, files=_LIVE_FILES),
+    "mt-bench": Source(_MT_BENCH, "train", ("prompt",), lambda r: list(r["prompt"])),
 }
 
 
@@ -99,53 +88,47 @@ def _open(source: Source, copy: Path | None) -> Iterable[Record]:
         return datasets.load_dataset(
             source.name, source.config, split=source.split, streaming=True, **files
         )
-    found = datasets.load_from_disk(copy)
-    return found[source.split] if isinstance(found, datasets.DatasetDict) else found
+    records = datasets.load_from_disk(copy)
+    return records[source.split] if isinstance(records, datasets.DatasetDict) else records
 
 
 def lines_of(name: str, copies: Path | None) -> list[str]:
-    """A benchmark's JSON lines.
+    """A benchmark's JSON lines, from ``copies/NAME/`` or, where that is None, from the hub.
 
-    Args:
-        copies: folder of ``NAME/`` data sets written by ``save_to_disk``; None for the hub.
-
-    Raises:
-        EvalError: it cannot be read, or a record is of another form.
+    Raises ``EvalError`` where it cannot be read or a record is of another form.
     """
-    source = SOURCES[name]
-    hub = source.files[0] if source.files else source.name
-    where = f"the hub ({hub})" if copies is None else copies / name
+    source, copy = SOURCES[name], None if copies is None else copies / name
+    home = copy or f"the hub ({source.files[0] if source.files else source.name})"
     lines: list[str] = []
     try:
-        found = _open(source, None if copies is None else copies / name)
+        records = _open(source, copy)
         # A hub's data set may know its columns only from its first record.
-        columns = found.column_names or list(next(iter(found)))
+        columns = records.column_names or list(next(iter(records)))
         if missing := set(source.columns) - set(columns):
             raise EvalError(
-                f"benchmark {name}: expected the columns {', '.join(source.columns)} in {where}, "
+                f"benchmark {name}: expected the columns {', '.join(source.columns)} in {home}, "
                 f"found {', '.join(columns)} without {', '.join(sorted(missing))}."
             )
-        for record in found.select_columns(list(source.columns)):
+        for record in records.select_columns(list(source.columns)):
             turns = source.turns(record)
             if not turns or not all(isinstance(turn, str) and turn for turn in turns):
                 raise EvalError(f"benchmark {name}, record {len(lines) + 1}: a turn is not a text.")
             lines.append(json.dumps({"turns": turns}, ensure_ascii=False) + "\n")
     except EvalError:
         raise
-    except Exception as error:  # the library raises many kinds, of several others
+    except Exception as error:  # the library and what it uses raise many kinds
         raise EvalError(
-            f"benchmark {name}: {where} cannot be read, after {len(lines)} records: "
+            f"benchmark {name}: {home} cannot be read, after {len(lines)} records: "
             f"{type(error).__name__}: {one_line(error)} Files that were fetched are kept; run the "
             "same command again, or give --copies."
         ) from error
     return lines
 
 
-def fetch(out: Path, names: Sequence[str] = BENCHMARKS, copies: Path | None = None) -> None:
-    """Write ``OUT/NAME.jsonl`` of every benchmark that is not there yet, whole or not at all.
+def fetch(out: Path, names: Sequence[str], copies: Path | None) -> None:
+    """Write ``OUT/NAME.jsonl`` of every benchmark without such a file, whole or not at all.
 
-    Raises:
-        EvalError: an unknown name, or a source that cannot be read. WriteFailed: a full disk.
+    Raises ``EvalError`` for unknown names and unreadable sources, ``WriteFailed`` for a full disk.
     """
     for name in names:
         if name not in SOURCES:

@@ -1,28 +1,28 @@
 """Greedy answers against the baseline's: where they first differ, by how much, tie or fault.
 
-Where two answers part, both servers had the same tokens so far. The target is asked how far apart
-it holds the two candidates there. A method verifies several positions in one pass, and a pass of
-another shape rounds differently; so two candidates closer than the data type can tell apart may
-change places (a *tie*). A larger gap cannot come from rounding: a *fault*.
+Where two answers first differ, both servers had the same tokens so far. The target is asked how far
+apart it holds the two candidates there. A method verifies several positions in one pass, and a pass
+of another shape rounds differently, so two candidates that are closer than the data type can tell
+apart may change places: a *tie*. Rounding cannot explain a larger gap: a *fault*.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from eval.client import Answer, Sampling, chat, messages_before
+from eval.client import Answer, Sampling, chat, messages_before, post
 from eval.errors import one_line
 from eval.methods import BASELINE
-from eval.runner import DIFFERENCES, Cell, Plan, Servers, is_whole, read_sealed, write_sealed
+from eval.runner import Cell, Plan, Servers, Unit, is_whole, read_sealed, read_units, write_sealed
 from sglang_hyperdflash.targets.files import model_dtype
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import key_headers
 
+DIFFERENCES = "differences.json"
 # The largest gap of two logits that counts as a tie. bf16 keeps 8 bits: between 16 and 32, where
 # the largest logits lie, its numbers are 0.125 apart; the hidden states before them round as well.
 # TF32 keeps as many bits as fp16.
@@ -31,39 +31,31 @@ TIE_GAPS = {"float32": 1e-3, "float16": 0.03, "tf32": 0.03, "bfloat16": 0.25}
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which an answer departs from the baseline's.
-
-    prompt, turn, position: from 0; position in the tokens of the turn's answer. expected, found:
-    token ids, None where the answer had ended.
-    """
+    """The first token at which an answer departs from the baseline's; indices count from 0."""
 
     prompt: int
     turn: int
-    position: int
-    expected: int | None
-    found: int | None
+    position: int  # in the tokens of the turn's answer
+    expected: int | None  # the baseline's token id; None: its answer had ended
+    found: int | None  # likewise of the compared answer
 
 
 def first_difference(
     prompt: int, expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]
 ) -> Difference | None:
     """The first difference of two answers (token ids of every turn); None when they are equal."""
-    for turn, (a, b) in enumerate(zip(expected, found, strict=True)):
-        for position in range(max(len(a), len(b))):
-            x = a[position] if position < len(a) else None
-            y = b[position] if position < len(b) else None
-            if x != y:
-                return Difference(prompt, turn, position, x, y)
+    for turn, answers in enumerate(zip(expected, found, strict=True)):
+        for position, (baseline_id, token_id) in enumerate(zip_longest(*answers)):
+            if baseline_id != token_id:
+                return Difference(prompt, turn, position, baseline_id, token_id)
     return None
 
 
-def differences(baseline: dict[str, Any], unit: dict[str, Any]) -> list[Difference]:
+def differences(baseline: Unit, unit: Unit) -> list[Difference]:
     """First differences of a unit's answers from the baseline's."""
-    pairs = zip(baseline["answers"], unit["answers"], strict=True)
-    found = (
-        first_difference(i, a["output_ids"], b["output_ids"]) for i, (a, b) in enumerate(pairs)
-    )
-    return [difference for difference in found if difference is not None]
+    pairs = enumerate(zip(baseline["answers"], unit["answers"], strict=True))
+    firsts = (first_difference(i, a["output_ids"], b["output_ids"]) for i, (a, b) in pairs)
+    return [difference for difference in firsts if difference is not None]
 
 
 def verdict(gap: float | None, tie_gap: float | None) -> str:
@@ -73,9 +65,9 @@ def verdict(gap: float | None, tie_gap: float | None) -> str:
     return "tie" if gap <= tie_gap else "fault"
 
 
-def question(cell: Cell, at: Difference) -> str:
-    """What makes one question to the target: the same difference in two rounds is asked once."""
-    return f"{cell.folder} {at.prompt} {at.turn} {at.position} {at.expected} {at.found}"
+def question(cell: Cell, difference: Difference) -> str:
+    """The key of a measured gap: a difference that several rounds repeat is asked once."""
+    return " ".join(map(str, (cell.folder, *astuple(difference))))
 
 
 def read_gaps(out: Path) -> dict[str, Any]:
@@ -86,42 +78,33 @@ def read_gaps(out: Path) -> dict[str, Any]:
 def data_type(url: str) -> str:
     """The data type of a server's model, a key of ``TIE_GAPS``.
 
-    ``tf32``: a GPU's attention kernels multiply fp32 with fewer bits.
-
-    Raises:
-        requests.RequestException: the server does not answer.
-        OSError, KeyError: the config of a model started with ``--dtype auto`` cannot be read.
-        HyperDFlashConfigError: the type is another.
+    It is ``tf32`` for fp32 on a GPU, whose attention kernels multiply with fewer bits. Raises
+    ``RequestException`` without an answer, ``OSError`` or ``KeyError`` where the config of a model
+    started with ``--dtype auto`` cannot be read, ``HyperDFlashConfigError`` for another type.
     """
     reply = requests.get(f"{url}/server_info", timeout=60, headers=key_headers())
     reply.raise_for_status()
     info, config = reply.json(), {}
-    asked = str(info["dtype"])
-    if asked == "auto":
+    if info["dtype"] == "auto":
         from transformers import PretrainedConfig
 
         config = PretrainedConfig.get_config_dict(info["model_path"])[0]
-    dtype = model_dtype(asked, config)
+    dtype = model_dtype(str(info["dtype"]), config)
     return "tf32" if dtype == "float32" and info.get("device", "cpu") != "cpu" else dtype
 
 
 def judged(
-    url: str, dtype: str, turns: list[str], given: Mapping[str, list[Answer]], sampling: Sampling
+    url: str, dtype: str, turns: list[str], answers: Mapping[str, list[Answer]], sampling: Sampling
 ) -> str:
     """``identical``, ``tie`` or ``fault``: the worst of all greedy answers to one prompt.
 
-    In fp32 every difference is a fault, otherwise what :func:`verdict` does not call a tie.
-
-    Args:
-        url, dtype: the baseline's server and its data type. given: the answers of every method;
-            each is compared with the baseline's first.
-
-    Raises:
-        requests.RequestException, LookupError: as of :func:`logit_gap`.
+    Every answer (``answers`` holds them by method) is compared with the baseline's first. In fp32
+    every difference is a fault, otherwise what :func:`verdict` does not call a tie. ``url`` and
+    ``dtype`` are those of the baseline's server. Raises as :func:`logit_gap`.
     """
-    baseline = given[BASELINE][0]
-    answers = (answer for several in given.values() for answer in several)
-    firsts = {first_difference(0, baseline.output_ids, a.output_ids) for a in answers} - {None}
+    baseline = answers[BASELINE][0]
+    all_ids = [answer.output_ids for answer in chain.from_iterable(answers.values())]
+    firsts = {first_difference(0, baseline.output_ids, ids) for ids in all_ids} - {None}
     if not firsts or dtype == "float32":
         return "fault" if firsts else "identical"
     for difference in firsts:
@@ -133,67 +116,54 @@ def judged(
 
 
 def logit_gap(
-    url: str, turns: list[str], baseline: dict[str, Any], at: Difference, sampling: Sampling
+    url: str, turns: list[str], answer: dict[str, Any], difference: Difference, sampling: Sampling
 ) -> float:
     """How far apart the target holds the two tokens of a difference, in logits.
 
-    Args:
-        url: the baseline's server. baseline: its answer.
-
-    Raises:
-        requests.RequestException: the server refused or died.
-        LookupError: the answer lacks what was asked for.
+    ``url`` is the baseline's server and ``answer`` its answer, with the fields of
+    ``client.Answer``. Raises ``RequestException`` where the server refused or died, and
+    ``LookupError`` where its reply lacks a field.
     """
-    messages = messages_before(turns, baseline["texts"], at.turn)
-    one = Sampling(0.0, 1, sampling.template_args)
-    asked = chat(url, messages, one, return_prompt_token_ids=True)
-    prompt = asked["choices"][0]["prompt_token_ids"]
+    messages = messages_before(turns, answer["texts"], difference.turn)
+    one_token = Sampling(0.0, 1, sampling.template_args)
+    completion = chat(url, messages, one_token, return_prompt_token_ids=True)
+    prompt_ids = completion["choices"][0]["prompt_token_ids"]
+    candidates = [difference.expected, difference.found]
     payload = {
-        "input_ids": prompt + baseline["output_ids"][at.turn][: at.position],
+        "input_ids": prompt_ids + answer["output_ids"][difference.turn][: difference.position],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
         "return_logprob": True,
-        "token_ids_logprob": [at.expected, at.found],
+        "token_ids_logprob": candidates,
     }
-    options = {"json": payload, "timeout": sampling.timeout, "headers": key_headers()}
-    reply = requests.post(f"{url}/generate", **options)
+    reply = post(f"{url}/generate", payload)
     reply.raise_for_status()
     (values,) = reply.json()["meta_info"]["output_token_ids_logprobs"]
-    of = {token: value for value, token, *_ in values}
+    logprobs = {token_id: logprob for logprob, token_id, *_ in values}
     # Log-probabilities of one position differ from its logits by one constant.
-    return abs(of[at.expected] - of[at.found])
+    expected, found = (logprobs[token_id] for token_id in candidates)
+    return abs(expected - found)
 
 
-def _found(plan: Plan) -> Iterator[tuple[Cell, dict[str, Any], Difference]]:
+def _first_differences(plan: Plan) -> Iterator[tuple[Cell, Unit, Difference]]:
     """Every first difference of the run's greedy answers, with the baseline's unit."""
-
-    def units(cell: Cell, method: str) -> list[dict[str, Any]]:
-        found = (read_sealed(plan.unit(cell, method, i)) for i in range(plan.rounds))
-        return list(filter(is_whole, found))
-
     for cell in (cell for cell in plan.cells if cell.temperature == 0):
-        for baseline in units(cell, BASELINE)[:1]:  # the first whole round, as in the rows
-            for method in (m.name for m in plan.methods if m.name != BASELINE):
-                for unit in units(cell, method):
-                    for difference in differences(baseline, unit):
-                        yield cell, baseline, difference
+        baseline_units = read_units(plan.out, cell, BASELINE, plan.rounds)
+        baseline = next(filter(is_whole, baseline_units), None)  # as in the rows
+        if baseline is None:
+            continue
+        for name in (method.name for method in plan.methods if method.name != BASELINE):
+            for unit in filter(is_whole, read_units(plan.out, cell, name, plan.rounds)):
+                yield from ((cell, baseline, d) for d in differences(baseline, unit))
 
 
 def measure_gaps(plan: Plan, servers: Servers) -> str | None:
-    """Ask the target for the gap at every first difference that was not asked before.
-
-    Returns:
-        Why gaps are missing, or None.
-    """
-    todo = {
-        question(cell, difference): (cell, baseline, difference)
-        for cell, baseline, difference in _found(plan)
-        if None not in (difference.expected, difference.found)
-    }
-    gaps = read_gaps(plan.out)
-    method = next(m for m in plan.methods if m.name == BASELINE)
-    dtype = ""
-    for name in (name for name in todo if name not in gaps):
-        cell, baseline, difference = todo[name]
+    """Ask the target for the gaps that were not measured yet; return why some are missing."""
+    gaps, dtype = read_gaps(plan.out), ""
+    method = next(method for method in plan.methods if method.name == BASELINE)
+    for cell, baseline, difference in _first_differences(plan):
+        name = question(cell, difference)
+        if name in gaps or None in (difference.expected, difference.found):
+            continue
         turns = plan.prompts[cell.benchmark][difference.prompt]
         answer = baseline["answers"][difference.prompt]
         try:

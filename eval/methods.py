@@ -1,7 +1,5 @@
 """The methods that can be compared: their names, server arguments, and the draft each needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,28 +18,27 @@ COPIED = "32768"
 
 @dataclass(frozen=True)
 class Kind:
-    """A method: its label in tables, SGLang's algorithm, drafts a round, the option of its draft.
+    """How SGLang serves a method, and the draft that it needs."""
 
-    environment: of its server.
-    """
-
-    label: str
-    algorithm: str | None
-    num_drafts: int
-    draft_option: str | None = None
-    draft_required: bool = True
-    environment: tuple[tuple[str, str], ...] = ()
+    label: str  # in tables and charts
+    algorithm: str | None  # None: no speculation
+    num_drafts: int  # of a round
+    draft_option: str | None = None  # the option of ``python -m eval`` that names the draft
+    draft_required: bool = True  # False: the target may carry its own draft
+    options: tuple[str, ...] = ()  # of its server, after the algorithm and the draft
+    environment: tuple[tuple[str, str], ...] = ()  # of its server
 
 
 def _mtp(steps: int) -> Kind:
-    # A target that carries its own NextN layer (DeepSeek-V4) needs no draft folder.
-    return Kind(f"MTP ({steps})", "EAGLE", steps, "mtp_draft", draft_required=False)
+    options = ("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1")
+    options += ("--speculative-num-draft-tokens", str(steps + 1))
+    return Kind(f"MTP ({steps})", "EAGLE", steps, "mtp_draft", False, options)
 
 
-def _hyperdflash(label: str, draft_option: str, width: str = "full", copy: str = "0") -> Kind:
-    """HYPERDFLASH; as other methods it drafts six tokens in every round, and copies none."""
-    environment = (WIDTH, width), (COPY, copy)
-    return Kind(label, "HYPERDFLASH", 6, draft_option, environment=environment)
+def _block(label: str, draft: str, width: str = "full", copied: str = "0") -> Kind:
+    """A block drafter under HYPERDFLASH: like other methods it drafts six tokens a round."""
+    environment = ((WIDTH, width), (COPY, copied))
+    return Kind(label, "HYPERDFLASH", 6, f"{draft}_draft", environment=environment)
 
 
 KINDS: Mapping[str, Kind] = {
@@ -49,24 +46,20 @@ KINDS: Mapping[str, Kind] = {
     "mtp3": _mtp(3),
     "mtp6": _mtp(6),
     "dflash6": Kind("Vanilla DFlash (6)", "DFLASH", 6, "dflash_draft"),
-    "hyperdflash6": _hyperdflash("HyperDFlash (6)", "hyperdflash_draft"),
-    "hyperdflash-copies": _hyperdflash(
-        "HyperDFlash and copies (6)", "hyperdflash_draft", copy=COPIED
+    "hyperdflash6": _block("HyperDFlash (6)", "hyperdflash"),
+    "hyperdflash-copies": _block("HyperDFlash and copies (6)", "hyperdflash", copied=COPIED),
+    # The default settings of a server.
+    "hyperdflash-adaptive": _block(
+        "HyperDFlash, adaptive width", "hyperdflash", "adaptive", COPIED
     ),
-    # As it is served.
-    "hyperdflash-adaptive": _hyperdflash(
-        "HyperDFlash, adaptive width", "hyperdflash_draft", "adaptive", COPIED
-    ),
-    "hyperdflash2": _hyperdflash("HyperDFlash-2 (6)", "hyperdflash2_draft"),
-    "hyperdflash2-copies": _hyperdflash(
-        "HyperDFlash-2 and copies (6)", "hyperdflash2_draft", copy=COPIED
-    ),
+    "hyperdflash2": _block("HyperDFlash-2 (6)", "hyperdflash2"),
+    "hyperdflash2-copies": _block("HyperDFlash-2 and copies (6)", "hyperdflash2", copied=COPIED),
     # The source, head and loss of another method on our layers, served by our worker.
-    "dspark-style": _hyperdflash("DSpark-style (6)", "dspark_style_draft"),
-    "dflash2-style": _hyperdflash("DFlash 2-style (6)", "dflash2_style_draft"),
+    "dspark-style": _block("DSpark-style (6)", "dspark_style"),
+    "dflash2-style": _block("DFlash 2-style (6)", "dflash2_style"),
     # Bundled in V4-Flash-0731, whose config says five drafts.
     "dspark": Kind("DSpark", "DSPARK", 5, "dspark_draft", draft_required=False),
-    "ngram": Kind("n-gram", "NGRAM", 6),
+    "ngram": Kind("n-gram", "NGRAM", 6, options=("--speculative-num-draft-tokens", "7")),
 }
 
 
@@ -89,13 +82,13 @@ def drafting(methods: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Method:
-    """A method to run: its server's arguments and environment, or a running server's address."""
+    """A method to run."""
 
     name: str
-    arguments: tuple[str, ...]
-    num_drafts: int
-    url: str | None = None
-    environment: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[str, ...]  # of its server
+    num_drafts: int  # of a round
+    url: str | None = None  # of a running server, instead of arguments and environment
+    environment: tuple[tuple[str, str], ...] = ()  # of its server
 
     def identity(self) -> dict[str, Any]:
         """What two runs must share for their numbers to be of one method.
@@ -103,30 +96,16 @@ class Method:
         A draft counts by its path (``without_machine``) and by its files: a retrained drafter is
         another one.
         """
-        arguments, found = list(self.arguments), {}
+        arguments, draft = list(self.arguments), {}
         if DRAFT_OPTION in arguments:
-            at = arguments.index(DRAFT_OPTION)
-            draft = arguments[at + 1]
-            del arguments[at : at + 2]
-            files = [*Path(draft).glob("*.safetensors"), *Path(draft).glob("config.json")]
+            index = arguments.index(DRAFT_OPTION)
+            folder = arguments[index + 1]
+            del arguments[index : index + 2]
+            files = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("config.json")]
             hashes = sorted([path.name, file_hash(path)] for path in files)
-            found = {"draft": without_machine(location(draft)), "draft files": short_hash(hashes)}
-        own = {"arguments": arguments, "url": self.url, "environment": dict(self.environment)}
-        return own | found
-
-
-def _arguments(name: str, kind: Kind, draft: str | None) -> tuple[str, ...]:
-    if kind.algorithm is None:
-        return ()
-    arguments = ("--speculative-algorithm", kind.algorithm)
-    if draft is not None:
-        arguments += (DRAFT_OPTION, str(draft))
-    if name.startswith("mtp"):
-        steps = str(kind.num_drafts)
-        arguments += ("--speculative-num-steps", steps, "--speculative-eagle-topk", "1")
-    if name.startswith("mtp") or name == "ngram":
-        arguments += ("--speculative-num-draft-tokens", str(kind.num_drafts + 1))
-    return arguments
+            draft = {"draft": without_machine(location(folder)), "draft files": short_hash(hashes)}
+        server = {"arguments": arguments, "url": self.url, "environment": dict(self.environment)}
+        return server | draft
 
 
 def resolve(
@@ -134,11 +113,8 @@ def resolve(
 ) -> list[Method]:
     """Methods by name, the baseline first.
 
-    Args:
-        drafts: folder or hub id by draft option. urls: running servers by method.
-
-    Raises:
-        EvalError: an unknown method, a missing draft, or no baseline to compare with.
+    ``drafts`` holds folders or hub ids by draft option, ``urls`` running servers by method. Raises
+    ``EvalError`` for an unknown method, a missing draft, or without a baseline to compare with.
     """
     methods = []
     for name in dict.fromkeys([*names, *urls]):
@@ -154,15 +130,18 @@ def resolve(
             raise EvalError(f"method {name} needs {option}: the folder or hub id of its draft.")
         if draft and Path(draft).is_absolute() and not Path(draft).is_dir():
             raise EvalError(f"method {name}: its draft {draft} is not a folder.")
-        arguments = _arguments(name, kind, draft)
+        arguments = ("--speculative-algorithm", kind.algorithm) if kind.algorithm else ()
+        if draft is not None:
+            arguments += (DRAFT_OPTION, str(draft))
+        arguments += kind.options
         methods.append(Method(name, arguments, kind.num_drafts, None, kind.environment))
-    if BASELINE not in {m.name for m in methods}:
+    if BASELINE not in {method.name for method in methods}:
         raise EvalError(f"--methods must include {BASELINE}: speedup and identity refer to it.")
-    return sorted(methods, key=lambda m: list(KINDS).index(m.name))
+    return sorted(methods, key=lambda method: list(KINDS).index(method.name))
 
 
 def parse_urls(pairs: Sequence[str]) -> dict[str, str]:
-    """``name=url`` options; raises ``EvalError`` for anything else."""
+    """Running servers by method, from ``name=url`` options; raises ``EvalError`` for others."""
     urls = {}
     for pair in pairs:
         name, separator, url = pair.partition("=")

@@ -1,12 +1,10 @@
 """The command line of ``python -m eval``, its defaults, and the plans that it describes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from sglang_hyperdflash.tools.server_process import add_key_option, comparable_a
 
 DRAFTS = tuple(dict.fromkeys(kind.draft_option for kind in KINDS.values() if kind.draft_option))
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
-# Every way to draft six tokens on the tiny DeepSeek-V4: three benchmarks, and the prompts that
+# Every way to draft six tokens on the tiny DeepSeek-V4. The prompts are three benchmarks and what
 # examples/tiny_deepseek_v4/exchange_prompts.py writes.
 TINY = {
     "target": str(EXAMPLE / "target"),
@@ -41,6 +39,9 @@ TINY = {
     "server_args": shlex.join(("--mem-fraction-static", "0.1", *comparable_arguments(8192))),
 }
 SUITES: Mapping[str, Mapping[str, Any]] = {"tiny": TINY}
+OUT = {"type": Path, "required": True}
+COUNTS = ("num_prompts", "max_new_tokens", "rounds", "prompts_per_level", "concurrency", "levels")
+SMALLEST = dict.fromkeys(COUNTS, 1) | {"temperature": 0, "start_minutes": 0.01, "rates": 0.001}
 
 
 def _names(text: str) -> list[str]:
@@ -69,14 +70,10 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     add("--suite", choices=SUITES, help="other defaults, of a known comparison (default: none)")
     text = f"comma-separated, of {', '.join(KINDS)}"
     add("--methods", type=_names, default="baseline,mtp3,mtp6,dflash6,hyperdflash6", help=text)
-    needed = {kind.draft_option for kind in KINDS.values() if kind.draft_required}
+    required = {kind.draft_option for kind in KINDS.values() if kind.draft_required}
     for name in DRAFTS:
-        need = "none; its method needs one" if name in needed else "the one in the target"
-        add(f"--{name.replace('_', '-')}", help=f"folder or hub id (default: {need})")
-
-
-def _add_out(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--out", type=Path, required=True, help=text)
+        default = "none; its method needs one" if name in required else "the one in the target"
+        add(f"--{name.replace('_', '-')}", help=f"folder or hub id (default: {default})")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +90,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--server", action="append", default=[], metavar="NAME=URL", help=text)
     text = "keep one server up at a time, in turn each round: one GPU (default: all at once)"
     add("--one-at-a-time", action="store_true", help=text)
-    _add_out(parser, "folder of the run; new, empty, or this run's own")
+    add("--out", **OUT, help="folder of the run; new, empty, or this run's own")
 
 
 def _add_serving(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +101,8 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     add("--rates", type=float, nargs="+", default=[1.0, 4.0], help="Poisson requests a second")
     text = "requests of each load; at least 4 x its level"
     add("--prompts-per-level", type=int, default=32, help=text)
-    _add_out(parser, f"folder of a finished `run`; the study is written to its {FOLDER}/")
+    text = f"folder of a finished `run`; the study is written to its {FOLDER}/"
+    add("--out", **OUT, help=text)
 
 
 def _add_width(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +114,7 @@ def _add_width(parser: argparse.ArgumentParser) -> None:
     add("--levels", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="concurrency")
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="temperatures")
     add("--rounds", type=int, default=5, help="interleaved rounds, of which the first is a warm-up")
-    _add_out(parser, "folder of the study; new, empty, or this study's own")
+    add("--out", **OUT, help="folder of the study; new, empty, or this study's own")
     parser.set_defaults(num_prompts=12, max_new_tokens=64)
 
 
@@ -125,91 +123,75 @@ def _add_fetch(parser: argparse.ArgumentParser) -> None:
     add("--benchmarks", type=_names, default=",".join(BENCHMARKS), help="comma-separated")
     text = "read NAME/ data sets of datasets.save_to_disk in this folder (default: the hub)"
     add("--copies", type=Path, help=text)
-    _add_out(parser, "folder for NAME.jsonl; existing files are kept")
+    add("--out", **OUT, help="folder for NAME.jsonl; existing files are kept")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    _add_out(parser, "folder of a run, or of its results.json alone")
+    parser.add_argument("--out", **OUT, help="folder of a run, or of its results.json alone")
 
 
 def parser(suite: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
     """The command line; ``suite``: other defaults of ``run`` and ``serving``."""
     top = Parser(prog="python -m eval", description="Compare HYPERDFLASH with other methods.")
     commands = top.add_subparsers(required=True, dest="command", metavar="COMMAND")
-    for name, add, text in (
+    for name, add_options, text in (
         ("run", _add_run, "measure, then report; run again to resume"),
         ("serving", _add_serving, "throughput and latency under load, into a run's report"),
         ("width", _add_width, "throughput of an adaptive verify width by concurrency"),
         ("fetch", _add_fetch, "write the benchmarks' JSONL from the hub"),
         ("report", _add_report, "rewrite the report of a run"),
     ):
-        one = commands.add_parser(name, help=text, description=text)
-        add(one)
+        command = commands.add_parser(name, help=text, description=text)
+        add_options(command)
         if name in ("run", "serving"):
-            one.set_defaults(**suite or {})
+            command.set_defaults(**suite or {})
     return top
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; those that were not given are the suite's, or the defaults.
 
-    Raises:
-        EvalError: a number below what it may be, or no target.
+    Raises ``EvalError`` for a number below the smallest that is allowed, or without a target.
     """
     args = parser().parse_args(argv)
     if suite := getattr(args, "suite", None):
         args = parser(SUITES[suite]).parse_args(argv)
     if "target" in args and not args.target:
         raise EvalError("--target is needed: the folder or hub id of the target.")
-    counts = ("num_prompts", "max_new_tokens", "rounds", "prompts_per_level", "concurrency")
-    least = dict.fromkeys((*counts, "levels"), 1) | {"temperature": 0, "start_minutes": 0.01}
-    for name, bound in (least | {"rates": 0.001}).items():
+    for name, bound in SMALLEST.items():
         value = getattr(args, name, bound)
-        found = min(value) if isinstance(value, list) else value
-        if found < bound:
-            option = name.replace("_", "-")
-            raise EvalError(f"--{option} must be at least {bound}, found {found}.")
+        number = min(value) if isinstance(value, list) else value
+        if number < bound:
+            raise EvalError(f"--{name.replace('_', '-')} must be at least {bound}, found {number}.")
     return args
 
 
-def _methods_of(args: argparse.Namespace) -> tuple[Method, ...]:
+def _methods_of(args: argparse.Namespace) -> list[Method]:
     drafts = {name: getattr(args, name) for name in DRAFTS}
-    return tuple(resolve(args.methods, drafts, parse_urls(getattr(args, "server", []))))
+    return resolve(args.methods, drafts, parse_urls(getattr(args, "server", [])))
 
 
-def _plan(args: argparse.Namespace, methods: Sequence[Method], **more: Any) -> Plan:
-    return Plan(
-        target=str(args.target),
-        methods=tuple(methods),
-        max_new_tokens=args.max_new_tokens,
-        server_args=tuple(args.server_args),
-        threads=args.threads,
-        start_minutes=args.start_minutes,
-        **more,
-    )
+def _plan(args: argparse.Namespace, methods: Sequence[Method], **fields: Any) -> Plan:
+    """A plan with the options of every command that starts servers."""
+    fields |= {"target": str(args.target), "methods": tuple(methods)}
+    fields |= {"max_new_tokens": args.max_new_tokens, "server_args": tuple(args.server_args)}
+    return Plan(threads=args.threads, start_minutes=args.start_minutes, **fields)
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan of a run; raises ``EvalError``."""
-    methods = _methods_of(args)
+    methods = with_noise_floor(_methods_of(args))
     prompts = load(args.data_dir, args.benchmarks, args.num_prompts)
+    settings = product(args.concurrency, args.thinking, args.temperature)
     cells = tuple(
         Cell(benchmark, temperature, thinking, concurrency)
-        for concurrency in args.concurrency
-        for thinking in args.thinking
-        for temperature in args.temperature
+        for concurrency, thinking, temperature in settings
         for benchmark in prompts
     )
-    return _plan(
-        args,
-        with_noise_floor(methods),
-        prompts=prompts,
-        cells=cells,
-        rounds=args.rounds,
-        out=args.out,
-        template_args={"on": args.thinking_args, "off": {}},
-        together=not args.one_at_a_time,
-    )
+    fields = {"prompts": prompts, "cells": cells, "rounds": args.rounds, "out": args.out}
+    template_args = {"on": args.thinking_args, "off": {}}
+    together = not args.one_at_a_time
+    return _plan(args, methods, template_args=template_args, together=together, **fields)
 
 
 def _first_turns(args: argparse.Namespace) -> tuple[str, ...]:
@@ -221,8 +203,8 @@ def _first_turns(args: argparse.Namespace) -> tuple[str, ...]:
 def study_of(args: argparse.Namespace) -> Study:
     """A serving study; raises ``EvalError``."""
     methods, prompts = _methods_of(args), _first_turns(args)
-    own = {"prompts": {"all": [[turn] for turn in prompts]}, "cells": (), "rounds": 1}
-    plan = _plan(args, methods, out=args.out / FOLDER, together=False, **own)
+    fields = {"prompts": {"all": [[turn] for turn in prompts]}, "cells": (), "rounds": 1}
+    plan = _plan(args, methods, out=args.out / FOLDER, together=False, **fields)
     return Study(plan, prompts, tuple(args.levels), tuple(args.rates), args.prompts_per_level)
 
 

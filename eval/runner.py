@@ -1,11 +1,9 @@
 """Runs every cell with every method in interleaved rounds; each unit is a file, so a run resumes.
 
-A unit is one method answering one cell's prompts once. It fails alone: its file then holds the
-error, the others stay, and the next run tries it again. A unit's file carries a checksum: one that
-is cut or changed is measured again.
+A unit holds one method's answers to the prompts of one cell in one round. A unit fails alone: its
+file then holds the error, the other units are kept, and the next run measures it again. Every file
+carries a checksum: a truncated or changed file counts as missing.
 """
-
-from __future__ import annotations
 
 import json
 import time
@@ -29,43 +27,42 @@ from sglang_hyperdflash.tools.provenance import provenance, without_machine
 from sglang_hyperdflash.tools.server_process import Server
 
 KIND = "python -m eval run"
-RUN, UNITS, DIFFERENCES = "run.json", "units", "differences.json"
+RUN, UNITS = "run.json", "units"
+# ``seconds`` (wall clock) and ``answers`` (fields of ``client.Answer``), or ``error``.
+Unit = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What every method answers alike."""
+    """One benchmark in one setting; every method answers its prompts."""
 
     benchmark: str
     temperature: float
-    thinking: str
-    concurrency: int
+    thinking: str  # a key of Plan.template_args: "on" or "off"
+    concurrency: int  # requests in flight
 
     @property
     def folder(self) -> str:
-        """Its folder of units."""
+        """The name of its folder of units."""
         return f"{self.benchmark}-t{self.temperature:g}-{self.thinking}-c{self.concurrency}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole run; ``together`` keeps all servers up, else one at a time (one GPU).
+    """What a run measures, and how its servers are started."""
 
-    start_minutes: how long a server may take to answer its first request.
-    """
-
-    target: str
+    target: str  # folder or hub id
     methods: tuple[Method, ...]
-    prompts: dict[str, list[list[str]]]
+    prompts: dict[str, list[list[str]]]  # user turns of every conversation, by benchmark
     cells: tuple[Cell, ...]
     rounds: int
-    max_new_tokens: int
+    max_new_tokens: int  # of each turn
     out: Path
     server_args: tuple[str, ...] = ()
-    template_args: dict[str, dict[str, Any]] = field(default_factory=dict)
-    together: bool = True
-    threads: int | None = 1
-    start_minutes: float = 15.0
+    template_args: dict[str, dict[str, Any]] = field(default_factory=dict)  # by thinking mode
+    together: bool = True  # all servers stay up; False: one at a time, for a single GPU
+    threads: int | None = 1  # OpenMP threads of a server; None: the environment's
+    start_minutes: float = 15.0  # how long a server may take to answer its first request
 
     def settings(self) -> dict[str, Any]:
         """All that must not change between two runs into one folder, prompts as hashes."""
@@ -84,18 +81,9 @@ class Plan:
         }
 
     def sampling(self, cell: Cell) -> Sampling:
-        """How a cell's prompts are answered."""
-        template = self.template_args.get(cell.thinking, {})
-        return Sampling(cell.temperature, self.max_new_tokens, template)
-
-    def unit(self, cell: Cell, method: str, round_index: int) -> Path:
-        """The file of one unit."""
-        return unit_path(self.out, cell, method, round_index)
-
-
-def unit_path(out: Path, cell: Cell, method: str, round_index: int) -> Path:
-    """The file of one unit of a run's folder."""
-    return out / UNITS / cell.folder / f"{method}-r{round_index}.json"
+        """How the prompts of a cell are answered."""
+        template_args = self.template_args.get(cell.thinking, {})
+        return Sampling(cell.temperature, self.max_new_tokens, template_args)
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
@@ -104,7 +92,7 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any] | None:
-    """What :func:`write_sealed` wrote; None when it is missing, cut or changed."""
+    """What :func:`write_sealed` wrote; None when the file is missing, truncated or changed."""
     try:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
@@ -113,14 +101,24 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
     return content if checksum == short_hash(content) else None
 
 
-def is_whole(unit: dict[str, Any] | None) -> bool:
+def unit_path(out: Path, cell: Cell, method: str, round_index: int) -> Path:
+    """The file of one unit of a run's folder."""
+    return out / UNITS / cell.folder / f"{method}-r{round_index}.json"
+
+
+def read_units(out: Path, cell: Cell, method: str, rounds: int) -> list[Unit | None]:
+    """A method's units of one cell by round; None where the file is missing or damaged."""
+    return [read_sealed(unit_path(out, cell, method, i)) for i in range(rounds)]
+
+
+def is_whole(unit: Unit | None) -> bool:
     """Whether a unit was measured and did not fail."""
     return unit is not None and "error" not in unit
 
 
 def with_noise_floor(methods: Sequence[Method]) -> tuple[Method, ...]:
-    """The methods, and the baseline once more on the same server: what noise alone gives."""
-    baseline = next(m for m in methods if m.name == BASELINE)
+    """The methods and the baseline once more on the same server, to measure the noise."""
+    baseline = next(method for method in methods if method.name == BASELINE)
     return (*methods, replace(baseline, name=NOISE))
 
 
@@ -138,32 +136,26 @@ class Servers(AbstractContextManager):
         self.stop()
 
     def stop(self) -> None:
-        """Stop all that run."""
+        """Stop every running server."""
         for key in list(self.running):
             self.running.pop(key).stop()
 
     def url(self, method: Method) -> str:
-        """The address of a method's server, up and warm; raises ``ServerFailed``."""
+        """The address of a method's server, started and warm; raises ``ServerFailed``."""
         if method.url is not None:
             return method.url
-        # The verify width is set by environment alone: equal arguments are not one server yet.
+        # Methods may differ in their environment alone, for example in the verify width.
         key = (method.arguments, method.environment)
-        server = self.running.get(key)
-        if server is not None and server.process.poll() is not None:
+        if key in self.running and self.running[key].process.poll() is not None:
             self.running.pop(key).stop()
-            server = None
-        if server is None:
+        if key not in self.running:
             if not self.plan.together:
                 self.stop()
-            server = Server(
-                self.plan.target,
-                *self.plan.server_args,
-                *method.arguments,
-                log=self.plan.out / "logs" / f"{method.name}.log",
-                threads=self.plan.threads,
-                environment=rivals.environment(method.arguments) | dict(method.environment),
-            )
-            self.running[key] = server
+            arguments = (self.plan.target, *self.plan.server_args, *method.arguments)
+            environment = rivals.environment(method.arguments) | dict(method.environment)
+            log = self.plan.out / "logs" / f"{method.name}.log"
+            options = {"log": log, "threads": self.plan.threads, "environment": environment}
+            self.running[key] = server = Server(*arguments, **options)
             try:
                 server.wait(60 * self.plan.start_minutes)
                 # The first request pays for lazy set-up.
@@ -171,85 +163,44 @@ class Servers(AbstractContextManager):
             except BaseException:
                 self.running.pop(key).stop()
                 raise
-        return server.url
+        return self.running[key].url
 
 
-def order(plan: Plan) -> Iterator[tuple[int, Cell, Method]]:
-    """Units so that methods alternate as finely as the servers allow, each first in turn."""
+def order(plan: Plan) -> Iterator[tuple[int, Cell, Method, Path]]:
+    """Round, cell, method and file of every unit, in the order in which they are measured.
+
+    Methods alternate as finely as the servers allow, and every round starts with another one.
+    """
     for round_index in range(plan.rounds):
-        turn = round_index % len(plan.methods)
-        methods = [*plan.methods[turn:], *plan.methods[:turn]]
-        if plan.together:
-            yield from ((round_index, cell, method) for cell in plan.cells for method in methods)
-        else:
-            yield from ((round_index, cell, method) for method in methods for cell in plan.cells)
+        first = round_index % len(plan.methods)
+        methods = [*plan.methods[first:], *plan.methods[:first]]
+        pairs = [(cell, method) for cell in plan.cells for method in methods]
+        if not plan.together:  # all cells of one method, then all of the next
+            pairs.sort(key=lambda pair: methods.index(pair[1]))
+        for cell, method in pairs:
+            yield round_index, cell, method, unit_path(plan.out, cell, method.name, round_index)
 
 
 def write_run(plan: Plan) -> None:
-    """Write ``run.json``, what the report says of the run, unless it is there and whole."""
-    path = plan.out / RUN
-    if read_sealed(path) is not None:
+    """Write ``run.json``, which the report reads, unless an intact one exists."""
+    if read_sealed(plan.out / RUN) is not None:
         return
-
-    def shown(words: Sequence[str]) -> list[str]:
-        return [without_machine(word) for word in words]
-
+    methods = [replace(m, arguments=tuple(map(without_machine, m.arguments))) for m in plan.methods]
     content = {
         "rounds": plan.rounds,
         "provenance": provenance(),
-        "methods": [asdict(m) | {"arguments": shown(m.arguments)} for m in plan.methods],
+        "methods": [asdict(method) for method in methods],
         "identities": {method.name: method.identity() for method in plan.methods},
         "cells": [asdict(cell) for cell in plan.cells],
         "prompts": {name: len(turns) for name, turns in plan.prompts.items()},
         "max_new_tokens": plan.max_new_tokens,
-        "server_args": shown(plan.server_args),
+        "server_args": list(map(without_machine, plan.server_args)),
     }
-    write_sealed(path, content)
-
-
-def _finished(plan: Plan, cell: Cell, method: Method, round_index: int) -> bool:
-    """Whether a unit is there, whole, and did not fail."""
-    unit = read_sealed(plan.unit(cell, method.name, round_index))
-    return is_whole(unit) and len(unit["answers"]) == len(plan.prompts[cell.benchmark])
-
-
-def _run_unit(plan: Plan, servers: Servers, cell: Cell, method: Method) -> dict[str, Any]:
-    """One unit's content: answers and wall seconds, or the error."""
-    prompts, sampling = plan.prompts[cell.benchmark], plan.sampling(cell)
-    try:
-        url = servers.url(method)
-        answers, seconds = converse_all(url, prompts, sampling, cell.concurrency)
-    except (requests.RequestException, ServerFailed) as error:
-        return {"error": f"{type(error).__name__}: {one_line(error)}"[:2000]}
-    return {"seconds": seconds, "answers": [asdict(answer) for answer in answers]}
-
-
-def run_units(plan: Plan, servers: Servers) -> int:
-    """Run what is not there yet, with a line of progress for each unit.
-
-    Returns:
-        The number of units that failed.
-
-    Raises:
-        WriteFailed: the disk is full; what was measured before is whole.
-    """
-    units = [(r, cell, m) for r, cell, m in order(plan) if not _finished(plan, cell, m, r)]
-    failed, started = 0, time.monotonic()
-    for number, (round_index, cell, method) in enumerate(units, start=1):
-        place = f"{number}/{len(units)}, {(time.monotonic() - started) / 60:.1f} min"
-        print(f"[{place}] round {round_index + 1}, {cell.folder}, {method.name}", flush=True)
-        content = _run_unit(plan, servers, cell, method)
-        failed += "error" in content
-        write_sealed(plan.unit(cell, method.name, round_index), content)
-    return failed
+    write_sealed(plan.out / RUN, content)
 
 
 def read_run(out: Path) -> dict[str, Any]:
-    """``run.json`` of a run's folder.
-
-    Raises:
-        EvalError: the folder holds no run, or the file is damaged.
-    """
+    """``run.json`` of a run's folder; raises ``EvalError`` where it is missing or damaged."""
     content = read_sealed(out / RUN)
     if content is None:
         state = "is damaged" if (out / RUN).is_file() else "is missing"
@@ -258,3 +209,25 @@ def read_run(out: Path) -> dict[str, Any]:
             "`eval run`, or repeat that run's command (what it measured is kept)."
         )
     return content
+
+
+def run_units(plan: Plan, servers: Servers) -> int:
+    """Measure the units that are not finished yet; return how many of them failed.
+
+    Raises ``WriteFailed`` for a full disk; what was measured before is kept.
+    """
+    pending = [entry for entry in order(plan) if not is_whole(read_sealed(entry[-1]))]
+    failed, started = 0, time.monotonic()
+    for number, (round_index, cell, method, path) in enumerate(pending, start=1):
+        progress = f"{number}/{len(pending)}, {(time.monotonic() - started) / 60:.1f} min"
+        print(f"[{progress}] round {round_index + 1}, {cell.folder}, {method.name}", flush=True)
+        prompts, sampling = plan.prompts[cell.benchmark], plan.sampling(cell)
+        try:
+            url = servers.url(method)
+            answers, seconds = converse_all(url, prompts, sampling, cell.concurrency)
+            unit = {"seconds": seconds, "answers": [asdict(answer) for answer in answers]}
+        except (requests.RequestException, ServerFailed) as error:
+            unit = {"error": f"{type(error).__name__}: {one_line(error)}"[:2000]}
+            failed += 1
+        write_sealed(path, unit)
+    return failed

@@ -3,8 +3,6 @@
 The client is SGLang's own ``sglang.benchmark.serving``. One server is up at a time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -25,6 +23,7 @@ from sglang_hyperdflash.tools.server_process import API_KEY
 KIND = "python -m eval serving"
 FOLDER, RESULT = "serving", "serving.json"
 PARTS = ("concurrency", "poisson")
+# Median and 99th percentile of each latency, as the client names them.
 LATENCIES = {
     "ttft_ms": ("median_ttft_ms", "p99_ttft_ms"),
     "tpot_ms": ("median_tpot_ms", "p99_tpot_ms"),
@@ -34,30 +33,22 @@ LATENCIES = {
 
 @dataclass(frozen=True)
 class Study:
-    """What to load the plan's servers with; the plan's ``out`` is the study's own folder.
-
-    prompts: first turns. rates: requests a second of the Poisson arrivals. requests: of each load;
-    at least four times the concurrency are sent, and prompts are repeated where there are fewer.
-    """
+    """The loads of a plan's servers; the plan's ``out`` is the study's own folder."""
 
     plan: Plan
-    prompts: tuple[str, ...]
-    levels: tuple[int, ...]
-    rates: tuple[float, ...]
-    requests: int
+    prompts: tuple[str, ...]  # first turns; repeated where a load has more requests
+    levels: tuple[int, ...]  # requests in flight
+    rates: tuple[float, ...]  # Poisson arrivals, requests a second
+    requests: int  # of each load; at least four times its level are sent
 
     def settings(self) -> dict[str, Any]:
         """All that must not change between two runs into one folder."""
-        own = {"levels": self.levels, "rates": self.rates, "requests": self.requests}
-        return {**self.plan.settings(), **own}
+        loads = {"levels": self.levels, "rates": self.rates, "requests": self.requests}
+        return {**self.plan.settings(), **loads}
 
 
 def run_client(command: list[str], log: Path) -> None:
-    """Run the client, its whole output into a log.
-
-    Raises:
-        EvalError: it failed; the message holds its last line and the log's path.
-    """
+    """Run the client, its output appended to a log; raises ``EvalError`` with its last line."""
     log.parent.mkdir(parents=True, exist_ok=True)
     key = os.environ.get(API_KEY)
     environment = os.environ | ({"OPENAI_API_KEY": key} if key else {})  # read by the client
@@ -65,26 +56,25 @@ def run_client(command: list[str], log: Path) -> None:
         start, options = sink.tell(), {"stderr": subprocess.STDOUT, "env": environment}
         code = subprocess.run(command, stdout=sink, **options).returncode
     if code:
-        said = log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
+        lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
         raise EvalError(
-            f"the load client ended with code {code}: {said[-1] if said else 'it said nothing'}; "
+            f"the load client ended with code {code}: {lines[-1] if lines else 'it said nothing'}; "
             f"its output is in {log}. What was measured before is kept."
         )
 
 
 def load(study: Study, url: str, count: int, *load_options: str) -> dict[str, Any]:
-    """One run of the client with ``count`` requests; its numbers.
+    """The numbers of one run of the client with ``count`` requests.
 
-    Raises:
-        EvalError: the client failed, or fewer requests were answered than asked for.
+    Raises ``EvalError`` where the client failed or fewer requests were answered.
     """
-    out = study.plan.out
+    out, prompts = study.plan.out, study.prompts
     result, data, log = out / "client.jsonl", out / "prompts.jsonl", out / "logs" / "client.log"
     lines = []
     # The client draws requests from its file without repeating any, so they are repeated here.
-    for i in range(max(count, len(study.prompts))):
-        pair = [{"content": study.prompts[i % len(study.prompts)]}, {"content": "-"}]
-        lines.append(json.dumps({"conversations": pair}) + "\n")
+    for i in range(max(count, len(prompts))):
+        conversation = [{"content": prompts[i % len(prompts)]}, {"content": "-"}]
+        lines.append(json.dumps({"conversations": conversation}) + "\n")
     write_text(data, "".join(lines))
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang"]
@@ -93,39 +83,35 @@ def load(study: Study, url: str, count: int, *load_options: str) -> dict[str, An
     command += ["--sharegpt-output-len", str(study.plan.max_new_tokens)]
     command += ["--num-prompts", str(count), "--output-file", str(result), "--disable-tqdm"]
     run_client([*command, "--seed", "0", *load_options], log)
-    found = json.loads(result.read_text().splitlines()[-1])
-    if found["completed"] != count:
+    report = json.loads(result.read_text().splitlines()[-1])
+    if report["completed"] != count:
         raise EvalError(
-            f"expected {count} answered requests, found {found['completed']}: the server refused "
+            f"expected {count} answered requests, found {report['completed']}: the server refused "
             f"or aborted the others, and their load was not measured. {log} says why. A prompt "
             "longer than the target's context is refused: leave it out."
         )
-    numbers = {"requests": found["completed"], "tokens_per_s": found["output_throughput"]}
-    for name, (middle, high) in LATENCIES.items():
-        numbers[name] = [found[middle], found[high]]
-    return numbers
+    latencies = {name: [report[p50], report[p99]] for name, (p50, p99) in LATENCIES.items()}
+    return {"requests": count, "tokens_per_s": report["output_throughput"], **latencies}
 
 
 def measure(study: Study, url: str) -> dict[str, list[dict[str, Any]]]:
-    """One method's server under every load."""
-    found: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
+    """The numbers of one method's server under every load, by part of the study."""
     load(study, url, 4, "--max-concurrency", "2")  # warm-up
+    concurrency, poisson = [], []
     for level in study.levels:
         count = max(study.requests, 4 * level)
         numbers = load(study, url, count, "--max-concurrency", str(level))
-        found["concurrency"].append({"concurrency": level, **numbers})
+        concurrency.append({"concurrency": level, **numbers})
     for rate in study.rates:
         numbers = load(study, url, study.requests, "--request-rate", str(rate))
-        found["poisson"].append({"rate": rate, **numbers})
-    return found
+        poisson.append({"rate": rate, **numbers})
+    return {"concurrency": concurrency, "poisson": poisson}
 
 
 def run(study: Study) -> dict[str, Any]:
     """Measure every method that the study's file does not hold yet, and write it.
 
-    Raises:
-        EvalError: a server or the client failed; what was measured before is kept.
-        WriteFailed: the disk is full.
+    Raises ``EvalError`` where a server or the client failed, ``WriteFailed`` for a full disk.
     """
     out = study.plan.out
     content = read_sealed(out / RESULT) or {"provenance": provenance(), **{p: {} for p in PARTS}}
@@ -146,31 +132,20 @@ def run(study: Study) -> dict[str, Any]:
 
 
 def check_drafts(study: Study, run: Path) -> None:
-    """Refuse to put numbers of two drafters under one method's name.
-
-    Args:
-        run: the run's folder that the study is part of.
-
-    Raises:
-        EvalError: the run measured a method with another draft.
-    """
-    measured = read_run(run)["identities"]
+    """Raise ``EvalError`` if the run in folder ``run`` has another draft under a method's name."""
+    identities = read_run(run)["identities"]
     for method in study.plan.methods:
-        now, before = method.identity(), measured.get(method.name) or {}
+        identity, measured = method.identity(), identities.get(method.name) or {}
         for name in ("draft", "draft files"):
-            if name in before and now.get(name) != before[name]:
+            if name in measured and identity.get(name) != measured[name]:
                 raise EvalError(
-                    f"{run} has {method.name} with the {name} {before[name]}; this command has "
-                    f"{now.get(name)}. Give --out the folder of a run with this draft."
+                    f"{run} has {method.name} with the {name} {measured[name]}; this command has "
+                    f"{identity.get(name)}. Give --out the folder of a run with this draft."
                 )
 
 
 def read_study(out: Path) -> dict[str, Any] | None:
-    """The serving study inside a run's folder; None where none was made.
-
-    Raises:
-        EvalError: its file is damaged.
-    """
+    """The serving study in a run's folder, None without one; a damaged one is an ``EvalError``."""
     path = out / FOLDER / RESULT
     if not path.is_file():
         return None

@@ -5,8 +5,6 @@ Without a GPU torch has no backward pass on fake CUDA tensors, so these are fake
 GPU's autocast.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter
@@ -35,12 +33,12 @@ PRODUCTS = {torch.ops.aten.mm}
 
 @dataclass(frozen=True)
 class Step:
-    """One micro batch: samples of so many tokens, all but the prompt answered."""
+    """One micro batch: samples of so many tokens, all of them answer except the prompt."""
 
     samples: int = 4
-    tokens: int = 2048
-    prompt: int = 256
-    anchors: int = 512
+    tokens: int = 2048  # of a sample
+    prompt: int = 256  # of these tokens
+    anchors: int = 512  # of a sample
 
 
 class ProductFlops(TorchDispatchMode):
@@ -59,22 +57,17 @@ class ProductFlops(TorchDispatchMode):
         return out
 
 
-def fake_pair(raw: dict, device: torch.device) -> tuple[Drafter, nn.Module]:
+def fake_pair(raw: dict) -> tuple[Drafter, nn.Module]:
     """A drafter and its target's ends without memory, inside a ``FakeTensorMode``."""
     small = raw | {"max_position_embeddings": min(raw["max_position_embeddings"], 1 << 14)}
-    shape, ends = (raw["vocab_size"], raw["hidden_size"]), nn.Module()
-    with device:
-        drafter = Drafter(small)
-        ends.embed_tokens = nn.Embedding(*shape, dtype=torch.bfloat16)
-        ends.lm_head = nn.Linear(*reversed(shape), bias=False, dtype=torch.bfloat16)
-        d, m = raw["hidden_size"], raw["hyperdflash_config"]["hc_mult"]
-        gate = HcHead(torch.empty(m, m * d), torch.empty(m), torch.empty(1))
-        ends.final = FinalState(gate, torch.empty(d), rms_eps=1e-6, hc_eps=1e-6)
+    vocabulary, d = raw["vocab_size"], raw["hidden_size"]
+    drafter, m = Drafter(small), raw["hyperdflash_config"]["hc_mult"]
+    gate = HcHead(torch.empty(m, m * d), torch.empty(m), torch.empty(1))
+    ends = nn.Module()
+    ends.embed_tokens = nn.Embedding(vocabulary, d, dtype=torch.bfloat16)
+    ends.lm_head = nn.Linear(d, vocabulary, bias=False, dtype=torch.bfloat16)
+    ends.final = FinalState(gate, torch.empty(d), rms_eps=1e-6, hc_eps=1e-6)
     return drafter, ends.requires_grad_(False)
-
-
-def _gpu_products(device: torch.device, enabled: bool) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled)
 
 
 def count(
@@ -82,19 +75,17 @@ def count(
 ) -> dict[str, int]:
     """Operations of one micro batch, forward and backward, by type.
 
-    Args:
-        raw: the drafter's config.json. bf16: as in a training file.
+    ``raw`` is the drafter's config.json, ``bf16`` as in a training file.
     """
     step, device = step or Step(), torch.device("cpu")
     sample = Sample.continuation(list(range(step.tokens)), step.prompt)
     rows, seeds = collate([sample] * step.samples), list(range(step.samples))
     blocks = Blocks.draw(rows, step.anchors, raw["block_size"], seeds)
-    d, m = raw["hidden_size"], raw["hyperdflash_config"]["hc_mult"]
+    width = raw["hidden_size"] * raw["hyperdflash_config"]["hc_mult"]
     # The mode is left before the step: which rows to compute is chosen by real numbers.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        drafter, target = fake_pair(raw, device)
-        shape = (step.samples, step.tokens)
-        states = States.without_layers(torch.empty(*shape, m * d))
+        drafter, target = fake_pair(raw)
+        states = States.without_layers(torch.empty(step.samples, step.tokens, width))
     objective = (objective or Objective()).resolved(drafter.config)
     trainer = SimpleNamespace(
         drafter=drafter,
@@ -104,7 +95,11 @@ def count(
         device=device,
         replay=Replay(drafter, target, bf16),
     )
-    gpu = mock.patch.object(trainer_module, "bf16_products", _gpu_products)
+
+    def gpu_products(device: torch.device, enabled: bool) -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled)
+
+    gpu = mock.patch.object(trainer_module, "bf16_products", gpu_products)
     with gpu, ProductFlops() as counted:
         terms, *_ = Trainer._sums(trainer, rows, states, blocks)
         factors = torch.tensor(objective.factors)
@@ -119,11 +114,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args()
     raw = json.loads((args.draft / "config.json").read_bytes())
-    found = {
-        name: count(raw, bf16=bf16) for name, bf16 in (("bf16", True), ("bf16 = false", False))
-    }
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    counts = {"bf16": count(raw), "bf16 = false": count(raw, bf16=False)}
+    args.out.write_text(json.dumps(counts, indent=1) + "\n")
+    print(json.dumps(counts))
 
 
 if __name__ == "__main__":

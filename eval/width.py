@@ -1,23 +1,21 @@
 """The width study: throughput of an adaptive verify width by concurrency.
 
-A run (:mod:`eval.runner`) with a cell for each load: so it is interleaved, resumes, and has a noise
-floor. The first round warms the prefix caches and does not count. An untrained drafter shows what
-an adaptive width costs where no draft is accepted.
+It is a run (:mod:`eval.runner`) with one cell for each load, so it is interleaved, resumes, and has
+a noise floor. The first round warms the prefix caches and does not count. An untrained drafter
+shows what an adaptive width costs where no draft is accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from itertools import product
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any
 
-from eval.aggregate import throughput
+from eval.aggregate import Row, throughput
 from eval.charts import line_chart
 from eval.methods import BASELINE, NOISE, Method
-from eval.runner import Cell, Plan, is_whole, read_sealed
-from eval.tables import Table
+from eval.report import Table
+from eval.runner import Cell, Plan, is_whole, read_units
 from sglang_hyperdflash.serving.settings import ADAPTIVE, FULL, WIDTH
 from sglang_hyperdflash.tools.acceptance import add_histograms
 from sglang_hyperdflash.tools.atomic import write_json, write_text
@@ -27,12 +25,19 @@ KIND = "python -m eval width"
 WHOLE, FOLLOWS, UNTRAINED = "full width", "adaptive width", "untrained"
 # Requests of a load: many times the concurrency, so that few rounds see the batch fill or drain.
 WAVES, FEWEST = 8, 24
-Row = dict[str, Any]
+REPORT = f"""\
+# A verify width that follows load
+
+Written by `{KIND}`: output tokens a second, medians of interleaved rounds, by requests
+in flight (c). *The better* is the faster of the baseline and the full width. Ratios are
+medians of the rounds' ratios, with their range.
+
+Device: {{device}}; commit {{commit}}.
+"""
 
 
 def methods_of(draft: str, untrained: str | None) -> tuple[Method, ...]:
     """The baseline, whole blocks, an adaptive width, and that with an untrained drafter."""
-
     kinds = ((WHOLE, draft, FULL), (FOLLOWS, draft, ADAPTIVE), (UNTRAINED, untrained, ADAPTIVE))
     drafting = (
         Method(name, hyperdflash_arguments(folder), 6, None, ((WIDTH, width),))
@@ -57,91 +62,76 @@ def loads_of(
 def rows_of(plan: Plan) -> list[Row]:
     """One row for each load and method whose rounds are whole, without the first round."""
     rows = []
-    for cell in plan.cells:
-        for method in plan.methods:
-            found = [read_sealed(plan.unit(cell, method.name, i)) for i in range(plan.rounds)]
-            units = found[1:] or found
-            if not all(map(is_whole, units)):
-                continue
+    for cell, method in product(plan.cells, plan.methods):
+        units = read_units(plan.out, cell, method.name, plan.rounds)
+        units = units[1:] or units
+        if all(map(is_whole, units)):
+            widths = add_histograms(a["widths"] for unit in units for a in unit["answers"])
             row = {"temperature": cell.temperature, "concurrency": cell.concurrency}
             row |= {"method": method.name, "tokens_per_s": list(map(throughput, units))}
-            widths = add_histograms(a["widths"] for unit in units for a in unit["answers"])
             row["rounds_by_width"] = {str(w): n for w, n in enumerate(widths) if n}
             rows.append(row)
     return rows
 
 
-def _ratios(found: Row | None, base: Row | None) -> list[float]:
-    if not found or not base:
+def _ratios(row: Row | None, base: Row | None) -> list[float]:
+    """Throughput over that of ``base`` in every round; empty where one of them is missing."""
+    if not row or not base:
         return []
-    pairs = zip(found["tokens_per_s"], base["tokens_per_s"], strict=True)
-    return [a / b for a, b in pairs]
+    pairs = zip(row["tokens_per_s"], base["tokens_per_s"], strict=True)
+    return [rate / base_rate for rate, base_rate in pairs]
 
 
-def over(found: Row | None, base: Row | None) -> str:
-    """Tokens a second over those of ``base``: median of the rounds' ratios, and their range."""
-    ratios = sorted(_ratios(found, base))
+def over(row: Row | None, base: Row | None) -> str:
+    """Throughput over that of ``base``: the median of the rounds' ratios, and their range."""
+    ratios = sorted(_ratios(row, base))
     return f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else "-"
 
 
 def pooled(ratios: Sequence[float]) -> str:
-    """Geometric mean of ratios, and its 95 % interval by their logarithms' spread."""
+    """Geometric mean of ratios, and its 95 % interval from the spread of their logarithms."""
     logs = [log(ratio) for ratio in ratios]
-    wide = 1.96 * stdev(logs) / sqrt(len(logs)) if len(logs) > 1 else 0.0
-    low, middle, high = (exp(fmean(logs) + wide * side) for side in (-1, 0, 1))
+    margin = 1.96 * stdev(logs) / sqrt(len(logs)) if len(logs) > 1 else 0.0
+    low, middle, high = (exp(fmean(logs) + margin * side) for side in (-1, 0, 1))
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
-def _widths(row: Row | None) -> str:
-    total = sum(row["rounds_by_width"].values()) if row else 0
-    shares = (row or {}).get("rounds_by_width", {}).items()
-    return ", ".join(f"{w}: {n / total:.0%}" for w, n in shares if n) or "-"
-
-
 def table(rows: Sequence[Row], temperature: float) -> Table:
-    """Tokens a second by concurrency, and adaptive over the better fixed choice."""
+    """Throughput by concurrency, and the adaptive width over the better fixed choice."""
     by_level: dict[int, dict[str, Row]] = {}
     for row in (row for row in rows if row["temperature"] == temperature):
         by_level.setdefault(row["concurrency"], {})[row["method"]] = row
-    lines, better, untrained, noise = [], [], [], []
-    for level, own in sorted(by_level.items()):
-        rates = {name: median(row["tokens_per_s"]) for name, row in own.items()}
-        base, follows = own.get(BASELINE), own.get(FOLLOWS)
-        best = own.get(max((BASELINE, WHOLE), key=lambda name: rates.get(name, 0)))
-        numbers = [f"{rates.get(name, 0):.0f}" for name in (BASELINE, WHOLE, FOLLOWS)]
-        cells = (over(follows, best), _widths(follows), over(own.get(UNTRAINED), base))
-        lines.append((str(level), *numbers, *cells, over(own.get(NOISE), base)))
-        better += _ratios(follows, best)
-        untrained += _ratios(own.get(UNTRAINED), base)
-        noise += _ratios(own.get(NOISE), base)
+    names = ("Adaptive over the better", "Untrained over baseline", "Baseline over itself")
+    lines, ratios = [], {name: [] for name in names}
+    for level, by_method in sorted(by_level.items()):
+        rates = {method: median(row["tokens_per_s"]) for method, row in by_method.items()}
+        base, adaptive = by_method.get(BASELINE), by_method.get(FOLLOWS)
+        better = by_method.get(max((BASELINE, WHOLE), key=lambda method: rates.get(method, 0)))
+        pairs = ((adaptive, better), (by_method.get(UNTRAINED), base), (by_method.get(NOISE), base))
+        for name, pair in zip(names, pairs, strict=True):
+            ratios[name] += _ratios(*pair)
+        numbers = (f"{rates.get(method, 0):.0f}" for method in (BASELINE, WHOLE, FOLLOWS))
+        rounds = adaptive["rounds_by_width"] if adaptive else {}
+        total = sum(rounds.values())
+        shares = ", ".join(f"{width}: {n / total:.0%}" for width, n in rounds.items()) or "-"
+        over_better, *others = (over(*pair) for pair in pairs)
+        lines.append((str(level), *numbers, over_better, shares, *others))
     heads = ("c", BASELINE, WHOLE, FOLLOWS, "adaptive over the better", "share of rounds by width")
     heads += ("untrained over baseline", "noise: baseline again")
-    named = (("Adaptive over the better", better), ("Untrained over baseline", untrained))
-    named += (("Baseline over itself", noise),)
-    all_loads = "; ".join(f"{name} {pooled(ratios)}" for name, ratios in named if ratios)
+    all_loads = "; ".join(f"{name} {pooled(values)}" for name, values in ratios.items() if values)
     note = f"All loads, geometric mean of the rounds' ratios (95 %): {all_loads}."
     return Table(f"Temperature {temperature:g}", heads, tuple(lines), note)
 
 
-def write_report(out: Path, content: dict[str, Any]) -> None:
+def write_report(out: Path, content: Row) -> None:
     """``results.json``, ``report.md`` and ``throughput.svg``."""
     rows = content["rows"]
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in (row for row in rows if row["method"] != NOISE):
-        lines = panels.setdefault(f"temperature {row['temperature']:g}", {})
+        points = panels.setdefault(f"temperature {row['temperature']:g}", {})
         point = (row["concurrency"], median(row["tokens_per_s"]))
-        lines.setdefault(row["method"], []).append(point)
-    found = content["provenance"]
-    lines = [
-        "# A verify width that follows load",
-        "",
-        f"Written by `{KIND}`: output tokens a second, medians of interleaved rounds, by requests",
-        "in flight (c). *The better* is the faster of the baseline and the full width. Ratios are",
-        "medians of the rounds' ratios, with their range.",
-        "",
-        f"Device: {found['device']}; commit {found['commit']}.",
-        "",
-    ]
+        points.setdefault(row["method"], []).append(point)
+    lines = [*REPORT.format_map(content["provenance"]).splitlines(), ""]
     for temperature in sorted({row["temperature"] for row in rows}):
         lines += table(rows, temperature).markdown()
     lines.append("![Throughput by concurrency](throughput.svg)")

@@ -1,10 +1,8 @@
-"""SGLang's EAGLE and sampled DFLASH without a GPU, to compare with: for ``eval`` and the tests.
+"""SGLang's EAGLE and sampled DFLASH without a GPU, to compare with, for ``eval`` and the tests.
 
 Kernels in torch where SGLang has none for a CPU, and the portable target's MTP (NextN) layer. They
-are a plugin of SGLang: only servers that run SGLang's own speculation load it.
+form a plugin of SGLang, which only servers of SGLang's own speculation load.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,15 +13,13 @@ from sglang_hyperdflash import ALGORITHM
 HERE = Path(__file__).resolve().parent
 
 
-def environment(arguments: Sequence[str], given: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(arguments: Sequence[str], parent: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of a server that loads the plugin; none where its arguments do not need it.
 
-    They name folders of this machine, so no result holds them.
-
-    Args:
-        given: holds the ``PYTHONPATH`` to keep.
+    They name folders of this machine, so no result holds them. The ``PYTHONPATH`` of ``parent``,
+    the variables that the server inherits, is kept.
     """
     if "--speculative-algorithm" not in arguments or ALGORITHM in arguments:
         return {}
-    folders = (HERE / "installed", HERE.parents[1], given.get("PYTHONPATH"))
+    folders = (HERE / "installed", HERE.parents[1], parent.get("PYTHONPATH"))
     return {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}

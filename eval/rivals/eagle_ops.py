@@ -3,17 +3,14 @@
 With one candidate a step the tree is a chain, so every function is a gather or a comparison.
 """
 
-from __future__ import annotations
-
 import torch
 
 from sglang_hyperdflash.seams import replace
 
+OPS = "sglang.kernels.ops.speculative"
 
-@replace(
-    "sglang.kernels.ops.speculative.cache_locs:assign_draft_cache_locs_contiguous_func",
-    "fffc7b57bab5",
-)
+
+@replace(f"{OPS}.cache_locs:assign_draft_cache_locs_contiguous_func", "fffc7b57bab5")
 def assign_draft_cache_locs(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -30,9 +27,7 @@ def assign_draft_cache_locs(
     out_cache_loc.copy_(slots.reshape(-1))
 
 
-@replace(
-    "sglang.kernels.ops.speculative.spec_tree:build_tree_kernel_efficient_func", "b137949fdf7e"
-)
+@replace(f"{OPS}.spec_tree:build_tree_kernel_efficient_func", "b137949fdf7e")
 def build_chain(
     parent_list: torch.Tensor,
     top_scores_index: torch.Tensor,
@@ -59,7 +54,7 @@ def build_chain(
     retrieve_next_sibling.fill_(-1)
 
 
-@replace("sglang.kernels.ops.speculative.spec_tree:verify_tree_greedy_func", "dae05d6e8dcf")
+@replace(f"{OPS}.spec_tree:verify_tree_greedy_func", "dae05d6e8dcf")
 def verify_chain_greedy(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
@@ -99,19 +94,14 @@ def verify_chain_sampled(
 ) -> None:
     """Point-mass acceptance of ``candidates [bs, n]`` under ``target_probs [bs, n, V]``, in place.
 
-    Raises:
-        ValueError: a threshold below 1 (it would change the output's distribution).
+    Raises ``ValueError`` for a threshold below 1, which would change the output's distribution.
     """
     if threshold_single < 1.0 or threshold_acc < 1.0:
         raise ValueError("the torch chain sampler is exact: accept thresholds must be 1.0.")
     depth = accept_index.shape[1]
-    chain = candidates[:, :depth]
-    accepted, bonus = accept_sampled(
-        chain,
-        target_probs[:, :depth],
-        uniform_samples[:, : depth - 1],
-        uniform_samples_for_final_sampling.reshape(-1),
-    )
+    chain, probs, coins = candidates[:, :depth], target_probs[:, :depth], uniform_samples
+    bonus_coins = uniform_samples_for_final_sampling.reshape(-1)
+    accepted, bonus = accept_sampled(chain, probs, coins[:, : depth - 1], bonus_coins)
     _write_accepted(accept_index, retrive_index, accepted)
     emitted = torch.cat([chain[:, 1:], chain[:, :1]], dim=1).long()
     emitted.scatter_(1, accepted.long().unsqueeze(1), bonus.unsqueeze(1))
@@ -121,10 +111,7 @@ def verify_chain_sampled(
 
 
 def accept_sampled(
-    candidates: torch.Tensor,
-    probs: torch.Tensor,
-    coins: torch.Tensor,
-    bonus_coins: torch.Tensor,
+    candidates: torch.Tensor, probs: torch.Tensor, coins: torch.Tensor, bonus_coins: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept a prefix of every drafted chain and draw the bonus token, losslessly.
 
@@ -132,36 +119,31 @@ def accept_sampled(
     rejection a token is drawn from ``p`` without ``x``, renormalised; after the last draft, from
     the last row. The emitted tokens then follow ``p`` exactly.
 
-    Args:
-        candidates: ``[bs, B]`` int64: the anchor, then B-1 drafts.
-        probs: ``[bs, B, V]``: row k is the target's distribution after candidates ``0..k``.
-        coins: ``[bs, B-1]`` uniform in [0, 1); bonus_coins: ``[bs]`` likewise.
-
-    Returns:
-        accept_len ``[bs]`` int32 (drafts accepted, 0..B-1) and bonus ``[bs]`` int64.
+    ``candidates [bs, B]`` int64 are the anchor and B-1 drafts. Row k of ``probs [bs, B, V]`` is the
+    target's distribution after candidates ``0..k``. ``coins [bs, B-1]`` and ``bonus_coins [bs]``
+    are uniform in [0, 1). Returns the numbers of accepted drafts ``[bs]`` int32, 0 to B-1, and the
+    bonus tokens ``[bs]`` int64.
     """
     bs, block = candidates.shape
-    rows = torch.arange(bs, device=probs.device)
+    requests = torch.arange(bs, device=probs.device)
     drafts = candidates[:, 1:].long()
     p_draft = probs[:, :-1].gather(2, drafts.unsqueeze(-1)).squeeze(-1)
-    # Strict: a draft the target gives no mass is never accepted, whatever the coin.
-    accepted = (coins < p_draft).int().cumprod(1)
-    accept_len = accepted.sum(1)
-    row = probs[rows, accept_len].clone()  # [bs, V]
-    rejected = accept_len < block - 1
-    rejected_drafts = drafts.gather(1, accept_len.clamp(max=block - 2).unsqueeze(1)).squeeze(1)
-    without = row.clone()
-    without[rows, rejected_drafts] = 0.0
-    # p(x) = 1 up to rounding with a coin above it leaves no other mass: keep the row then.
-    usable = rejected & (without.sum(-1) > 0)
-    row = torch.where(usable.unsqueeze(-1), without, row)
-    return accept_len.to(torch.int32), draw(row, bonus_coins)
+    # The comparison is strict: a draft without mass is never accepted, whatever the coin.
+    accept_len = (coins < p_draft).int().cumprod(1).sum(1)
+    weights = probs[requests, accept_len]  # [bs, V]
+    rejected = drafts.gather(1, accept_len.clamp(max=block - 2).unsqueeze(1)).squeeze(1)
+    without = weights.clone()
+    without[requests, rejected] = 0.0
+    # Where p(x) is 1 up to rounding and the coin above it, no other mass is left: x is kept.
+    usable = (accept_len < block - 1) & (without.sum(-1) > 0)
+    weights = torch.where(usable.unsqueeze(-1), without, weights)
+    return accept_len.to(torch.int32), draw(weights, bonus_coins)
 
 
 def draw(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     """Draw one index per row by inverse CDF; ``weights [N, V]`` need not be normalised.
 
-    Never raises on a broken row: NaN counts as no mass, and a row without mass gives index 0.
+    A broken row raises nothing: NaN counts as no mass, and a row without mass gives index 0.
     """
     weights = torch.nan_to_num(weights.double(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(min=0)
     cumulative = weights.cumsum(-1)
@@ -174,33 +156,22 @@ def draw(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
 
 
 def _write_accepted(index: torch.Tensor, rows: torch.Tensor, accepted: torch.Tensor) -> None:
+    """``rows`` of the anchor and the accepted drafts into ``index [bs, depth]``, -1 elsewhere."""
     depth = index.shape[1]
     kept = torch.arange(depth) <= accepted.unsqueeze(1)
     index.copy_(torch.where(kept, rows[:, :depth], -1))
 
 
-@replace("sglang.kernels.ops.speculative.eagle:fill_bonus_tokens_func", "0c0844c876f9")
-def fill_bonus_tokens(
-    accept_tokens: torch.Tensor,
-    accept_lens: torch.Tensor,
-    bonus_tokens: torch.Tensor,
-    accept_stride: int,
-    batch_size: int,
-) -> None:
-    """The last accepted token of every request, in place."""
+@replace(f"{OPS}.eagle:fill_bonus_tokens_func", "0c0844c876f9")
+def fill_bonus_tokens(accept_tokens, accept_lens, bonus_tokens, accept_stride, batch_size) -> None:
+    """The last accepted token of every request into ``bonus_tokens [bs]``."""
     last = torch.arange(batch_size) * accept_stride + accept_lens.long() - 1
     bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
 
 
-@replace("sglang.kernels.ops.speculative.gather_spec_extras:gather_spec_extras", "d2e35aaf6abd")
-def gather_spec_extras(
-    indices: torch.Tensor,
-    topk_p_buf: torch.Tensor,
-    topk_index_buf: torch.Tensor,
-    output_tokens_buf: torch.Tensor,
-    hidden_states_buf: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """Rows of four buffers; the last may be None."""
+@replace(f"{OPS}.gather_spec_extras:gather_spec_extras", "d2e35aaf6abd")
+def gather_spec_extras(indices, topk_p_buf, topk_index_buf, output_tokens_buf, hidden_states_buf):
+    """The rows ``indices`` of four buffers; the last may be None."""
     buffers = (topk_p_buf, topk_index_buf, output_tokens_buf, hidden_states_buf)
     return tuple(None if buffer is None else buffer[indices] for buffer in buffers)
 
@@ -208,15 +179,15 @@ def gather_spec_extras(
 def top_k_renorm(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
     """Keep the ``top_ks [N]`` largest of ``probs [N, V]`` (ties at the pivot too), renormalised."""
     descending = probs.sort(-1, descending=True).values
-    at = top_ks.reshape(-1, 1).long().clamp(1, probs.shape[-1]) - 1
-    kept = probs * (probs >= descending.gather(1, at))
+    ranks = top_ks.reshape(-1, 1).long().clamp(1, probs.shape[-1]) - 1
+    kept = probs * (probs >= descending.gather(1, ranks))
     return kept / kept.sum(-1, keepdim=True)
 
 
 def top_p_renorm(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
     """Keep the smallest set of ``probs [N, V]`` with mass ``top_ps [N]``, renormalised."""
     descending, order = probs.sort(-1, descending=True)
-    before = descending.cumsum(-1) - descending
-    kept = descending * (before < top_ps.reshape(-1, 1))
+    mass_before = descending.cumsum(-1) - descending
+    kept = descending * (mass_before < top_ps.reshape(-1, 1))
     kept = kept / kept.sum(-1, keepdim=True)
     return torch.zeros_like(probs).scatter_(-1, order, kept)

@@ -6,12 +6,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from eval import comparison, report, tables
+from eval import aggregate, report
 from eval.aggregate import row_of
 from eval.charts import STYLES
 from eval.methods import KINDS
-from eval.runner import Cell
-from eval.tables import Table
+from eval.report import Table
 
 CELL = {"benchmark": "b", "temperature": 0.0, "thinking": "off", "concurrency": 1}
 MTP = {"name": "mtp3", "num_drafts": 3}
@@ -38,19 +37,19 @@ def result(name: str, benchmark: str, tau: float | None, speedup: float, **more)
 def test_speedup_is_over_the_baseline_of_the_same_round():
     target = [unit(4.0, IDS), unit(8.0, IDS), {"error": "gone"}]
     ours = [unit(2.0, IDS, 3, 2), unit(2.0, [[1, 2], [3, 9]], 3, 2), unit(1.0, IDS, 3, 2)]
-    row, _ = row_of(CELL, MTP, ours, target)
+    row = row_of(CELL, MTP, ours, target)
     assert row["speedup_range"] == [2.0, 4.0] and row["speedup"] == 3.0
     assert row["tau"] == 2.5 and row["rounds"] == 3
     assert (row["identical_answers"], row["compared_answers"]) == (5, 6)
     assert row["identical_to_baseline"] is False
     assert [d["verdict"] for d in row["differences"]] == ["not measured"]
-    missing, counts = row_of(CELL, MTP, [None], [None])
-    assert missing["error"] == "not run" and missing["tau"] is None and counts is None
+    missing = row_of(CELL, MTP, [None], [None])
+    assert missing["error"] == "not run" and missing["tau"] is None and "counts" not in missing
     # What was not written is not compared.
     nothing, some = unit(1.0, [[], []]), unit(1.0, [[1], [2]], 3, 2)
-    row, _ = row_of(CELL, MTP, [some], [nothing])
+    row = row_of(CELL, MTP, [some], [nothing])
     assert row["speedup"] is None and row["tau"] == 2.5
-    row, _ = row_of(CELL, MTP, [some, some], [nothing, unit(2.0, [[1], [2]])])
+    row = row_of(CELL, MTP, [some, some], [nothing, unit(2.0, [[1], [2]])])
     assert row["speedup_range"] == [2.0, 2.0]
 
 
@@ -58,13 +57,13 @@ def test_an_interval_is_of_all_rounds_and_holds_its_estimate():
     """At temperature 1 every round answers otherwise: one round's interval can miss their mean."""
     rng = np.random.default_rng(1)
     units = [unit(1.0, [[1]] * 12, rng.poisson(accepted, 12), 20) for accepted in (10, 40, 70)]
-    row, _ = row_of(CELL | {"temperature": 1.0}, MTP, units, [None] * 3)
+    row = row_of(CELL | {"temperature": 1.0}, MTP, units, [None] * 3)
     drafts = sum(a["correct_drafts"] for u in units for a in u["answers"])
     assert row["tau"] == pytest.approx(1 + drafts / (3 * 12 * 20))
     low, high = row["tau_interval"]
     assert low < row["tau"] < high < row["tau"] + 0.3
     for counts in (None, np.ones((2, 1)), np.zeros((2, 3))):
-        assert comparison.tau_interval(counts) is None
+        assert aggregate.tau_interval(counts) is None
 
 
 def test_tau_of_changing_widths_is_over_all_rounds_and_positions_over_those_that_had_them():
@@ -79,21 +78,21 @@ def test_tau_of_changing_widths_is_over_all_rounds_and_positions_over_those_that
         whole = unit(1.0, [[1] * 8], sum(k * n for k, n in enumerate(histogram)), sum(widths))
         whole["answers"][0] |= {"histogram": histogram, "widths": widths}
         adaptive = {"name": "hyperdflash-adaptive", "num_drafts": 6}
-        rows.append(row_of(CELL | {"benchmark": benchmark}, adaptive, [whole], [None])[0])
+        rows.append(row_of(CELL | {"benchmark": benchmark}, adaptive, [whole], [None]))
     assert rows[0]["position_acceptance"] == [1.0] * 6 and rows[0]["tau"] == 4.0
     assert rows[0]["drafted_rounds"] == [5] * 6 and rows[1]["drafted_rounds"] == [30] * 3 + [0] * 3
-    (table,) = tables.result_tables(rows[:1], comparison.summaries(rows[:1], {}))
+    (table,) = report.result_tables(rows[:1], aggregate.summaries(rows[:1]))
     assert table.lines[0][1:] == ("4.00", "not measured", *("1.00",) * 6)
     # The second benchmark never drafted past the third: it says nothing of the rounds that did.
-    assert comparison.pooled_positions(rows) == pytest.approx([25 / 35] * 3 + [1.0] * 3)
-    assert comparison.pooled_tau(rows) == pytest.approx((10 * 4 + 30 * 3) / 40)
-    assert comparison.pooled_positions(rows[1:]) == pytest.approx([2 / 3] * 3 + [0.0] * 3)
-    assert comparison.pooled_tau([result("mtp3", "a", None, 1.0, verify_rounds=0)]) is None
+    assert aggregate.pooled_positions(rows) == pytest.approx([25 / 35] * 3 + [1.0] * 3)
+    assert aggregate.pooled_tau(rows) == pytest.approx((10 * 4 + 30 * 3) / 40)
+    assert aggregate.pooled_positions(rows[1:]) == pytest.approx([2 / 3] * 3 + [0.0] * 3)
+    assert aggregate.pooled_tau([result("mtp3", "a", None, 1.0, verify_rounds=0)]) is None
 
 
 def measured(better: int, seconds: float = 1.0):
-    """Rows and counts of two benchmarks; ours accepts ``better`` drafts more on every prompt."""
-    rows, counts, rng = [], {}, np.random.default_rng(2)
+    """Rows and summaries of two benchmarks; ours accepts ``better`` drafts more on every prompt."""
+    rows, rng = [], np.random.default_rng(2)
     ids = [[1] * 8] * 20
     for benchmark in ("a", "b"):
         cell, base = CELL | {"benchmark": benchmark}, rng.integers(5, 60, 20)
@@ -105,20 +104,18 @@ def measured(better: int, seconds: float = 1.0):
             "baseline-again": (0, [unit(1.9, ids), unit(2.1, ids)]),
         }
         for name, (drafts, some) in units.items():
-            row, each = row_of(cell, {"name": name, "num_drafts": drafts}, some, baseline)
-            rows.append(row)
-            counts[Cell(**cell), name] = each
-    return rows, counts
+            rows.append(row_of(cell, {"name": name, "num_drafts": drafts}, some, baseline))
+    return rows, aggregate.summaries(rows)
 
 
 @pytest.mark.parametrize("better, says", [(4, "higher"), (-4, "lower"), (0, "no difference shown")])
 def test_a_paired_interval_shows_a_difference_far_smaller_than_the_spread_of_prompts(better, says):
-    rows, counts = measured(better)
-    (entry,) = comparison.comparisons(rows, counts)
+    rows, summaries = measured(better)
+    (entry,) = aggregate.comparisons(rows, summaries)
     ours, theirs = entry["tau"]
     assert ours - theirs == pytest.approx(better / 20)
-    assert comparison.tau_verdict(entry["tau_difference_interval"]) == says
-    by_method = {s["method"]: s for s in comparison.summaries(rows, counts)}
+    assert report.tau_verdict(entry["tau_difference_interval"]) == says
+    by_method = {s["method"]: s for s in summaries}
     low, high = by_method["hyperdflash6"]["tau_interval"]
     assert high - low > 0.3 > abs(better / 20)  # unpaired, nothing could be said
     assert by_method["baseline-again"]["tau"] is None
@@ -127,10 +124,10 @@ def test_a_paired_interval_shows_a_difference_far_smaller_than_the_spread_of_pro
 
 def test_a_speedup_counts_only_outside_of_the_noise_floor():
     for seconds, says in ((0.5, "higher"), (2.0, "lower"), (1.02, "within the noise floor")):
-        (entry,) = comparison.comparisons(*measured(0, seconds))
+        (entry,) = aggregate.comparisons(*measured(0, seconds))
         assert entry["noise"] == pytest.approx([2.0 / 2.1, 2.0 / 1.9])
-        assert comparison.speedup_verdict(entry) == says
-    assert comparison.speedup_verdict({"speedup": [2.0, 1.0], "noise": None}) != "higher"
+        assert report.speedup_verdict(entry) == says
+    assert report.speedup_verdict({"speedup": [2.0, 1.0], "noise": None}) != "higher"
 
 
 def test_nothing_is_compared_with_a_failed_benchmark():
@@ -140,14 +137,15 @@ def test_nothing_is_compared_with_a_failed_benchmark():
         result("mtp3", "mt-bench", 2.0, 2.0),
         result("hyperdflash6", "mt-bench", 3.0, 1.5, error="died"),
     ]
-    assert comparison.comparisons(rows, {}) == []
-    (table,) = tables.result_tables(rows, comparison.summaries(rows, {}))
+    summaries = aggregate.summaries(rows)
+    assert aggregate.comparisons(rows, summaries) == []
+    (table,) = report.result_tables(rows, summaries)
     assert [line[:3] for line in table.lines] == [
         ("MTP (3)", "2.50", "2.00"),
         ("HyperDFlash (6)", "not measured", "not measured"),
     ]
     failed = [{**row, "tokens_per_s": None} for row in rows[-1:]]
-    assert tables.cell_table(failed).lines[0][5:] == ("died", "-", "-", "-", "-")
+    assert report.cell_table(failed).lines[0][5:] == ("died", "-", "-", "-", "-")
 
 
 def test_a_chart_is_the_same_bytes_for_the_same_numbers():

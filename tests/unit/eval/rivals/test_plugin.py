@@ -31,9 +31,7 @@ def test_it_acts_on_the_cpu_platform_alone(monkeypatch, active):
     monkeypatch.setattr(plugin.dflash_seams, "own_dtype", own_dtype)
     monkeypatch.setattr(plugin, "install", called.extend)
     monkeypatch.setattr(plugin, "when_imported", lambda *given: called.append(given))
-    monkeypatch.setattr(
-        plugin.eagle_seams, "fill_missing_kernels", lambda: called.append("kernels")
-    )
     plugin.load()
-    assert len(called) == (len(plugin.SEAMS) + 2 if active else 0)
+    expected = len(plugin.SEAMS) + len(plugin.SAMPLING_MODULES) + 1
+    assert len(called) == (expected if active else 0)
     assert ("DFLASH" in own_dtype) is active

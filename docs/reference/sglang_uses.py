@@ -1,186 +1,96 @@
-"""Every place where the package touches SGLang, found in the code: the rows of ``hooks.md``.
-
-Hooks come from ``plugin.ALL_SEAMS``. Overrides are methods of our classes that an SGLang base class
-has, too. Calls are imported names. Fields are attributes of SGLang's objects that are private, or
-that our code sets.
-"""
-
-from __future__ import annotations
+"""Every place where the package touches SGLang, found in the code, for ``hooks.md``."""
 
 import ast
 import importlib
 import inspect
-import pkgutil
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from sglang_hyperdflash import plugin
 
-ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = "sglang_hyperdflash"
-CPU = f"{PRODUCT}/cpu"
+PACKAGE = Path(plugin.__file__).resolve().parent
 # Where code runs inside SGLang and touches its objects.
-OURS = ("serving", "targets", "commands/capture_rows.py", "plugin.py", "seams.py")
-INSIDE = (*(f"{PRODUCT}/{one}" for one in OURS), CPU)
+INSIDE = ("serving/", "targets/", "commands/capture_rows.py", "plugin.py", "seams.py", "cpu/")
 NOT_INSIDE = "cpu/portable/core.py"
 
 
-class Use(NamedTuple):
-    """One row. ``ours``: file and function or class; ``cpu``: only on the CPU platform."""
-
-    kind: str
-    name: str
-    parameters: str
-    ours: str
-    reason: str
-    cpu: bool
+def place(path: str | Path) -> str:
+    return Path(path).relative_to(PACKAGE).as_posix()
 
 
-def parameters_of(function: object) -> str:
-    return f"({', '.join(inspect.signature(inspect.unwrap(function)).parameters)})"
+def location(definition: Callable | type) -> str:
+    """Return the file and the name of a function or class of ours."""
+    return f"{place(inspect.getsourcefile(definition))}: {definition.__name__}"
 
 
-def sentence(text: str | None) -> str:
-    """A docstring's first sentence."""
-    text = re.sub(r"^Seams?: |:\w+:(?=`)", "", " ".join((text or "").split())).replace("``", "`")
-    return re.split(r"\.(?= [A-Z`]|$)", text)[0]
+def paths_inside() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if place(path).startswith(INSIDE)]
 
 
-def place(path: Path, name: str = "") -> str:
-    shown = str(path.relative_to(ROOT)).removeprefix(f"{PRODUCT}/")
-    return f"{shown}: {name}" if name else shown
+def hooks() -> Iterator[tuple[str, str, str, str]]:
+    """Yield SGLang's function, our docstring's first sentence, kind and location of every hook."""
+    for seam in sorted(plugin.ALL_SEAMS, key=lambda seam: seam.dotted):
+        text = " ".join((inspect.getdoc(seam.hook) or "").split())
+        text = re.sub(r"^Seams?: |:\w+:(?=`)", "", text).replace("``", "`")
+        condition = f" (only with `{seam.only_with}`)" if seam.only_with else ""
+        reason = re.split(r"\.(?= [A-Z`]|$)", text)[0] + condition
+        yield seam.dotted, reason, seam.kind, location(seam.hook)
 
 
-def on_cpu(path: Path) -> bool:
-    return str(path.relative_to(ROOT)).startswith(CPU)
+def function_of(member: Any) -> Any:
+    """Return the function of a method, or the getter of a property."""
+    return getattr(member, "fget", getattr(member, "__func__", member))
 
 
-def files(places: tuple[str, ...]) -> list[Path]:
-    found = [ROOT / one for one in places]
-    return [p for one in found for p in (sorted(one.rglob("*.py")) if one.is_dir() else [one])]
+def overrides() -> Iterator[tuple[str, type, Callable, Callable]]:
+    """Yield SGLang's method, our class, our function and SGLang's function of every override."""
+    for path in paths_inside():
+        module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        module = module.removesuffix(".__init__")
+        classes = filter(inspect.isclass, vars(importlib.import_module(module)).values())
+        for owner in dict.fromkeys(c for c in classes if c.__module__ == module):
+            bases = [base for base in owner.__mro__ if base.__module__.startswith("sglang.")]
+            for name, member in vars(owner).items():
+                base = next((base for base in bases if name in vars(base)), None)
+                function = function_of(member)
+                if base is not None and inspect.isfunction(function):
+                    method = f"{base.__module__}.{base.__name__}.{name}"
+                    yield method, owner, function, function_of(vars(base)[name])
 
 
-def hooks() -> Iterator[Use]:
-    for seam in plugin.ALL_SEAMS:
-        path = Path(inspect.getsourcefile(seam.hook))
-        reason = sentence(inspect.getdoc(seam.hook))
-        reason += f" (only with `{seam.only_with}`)" if seam.only_with else ""
-        given = parameters_of(pkgutil.resolve_name(seam.target))
-        ours = place(path, seam.hook.__name__)
-        cpu = seam in plugin.CPU_SEAMS
-        yield Use(f"hook: {seam.kind}", seam.dotted, given, ours, reason, cpu)
+def imports() -> dict[str, set[str]]:
+    """Return the names that the package imports from SGLang, each with the files that do so."""
+    files = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "sglang":
+                for alias in node.names:
+                    files[f"{node.module}.{alias.name}"].add(place(path))
+    return files
 
 
-def own_classes() -> list[type]:
-    """Our classes with a base class of SGLang's."""
-    found = {}
-    for path in files(INSIDE):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for one in vars(importlib.import_module(name)).values():
-            own = inspect.isclass(one) and one.__module__ == name
-            if own and any(base.__module__.startswith("sglang.") for base in one.__mro__):
-                found[one] = None
-    return list(found)
-
-
-def overridden(owner: type) -> Iterator[tuple[str, Callable, type, Callable]]:
-    """Name, our function, SGLang's class and its function, of each method that ``owner`` overrides.
-
-    A property counts with its getter.
-    """
-    bases = [base for base in owner.__mro__[1:] if base.__module__.startswith("sglang.")]
-    for name, value in vars(owner).items():
-        ours = getattr(value, "fget", getattr(value, "__func__", value))
-        base = next((base for base in bases if name in vars(base)), None)
-        if inspect.isfunction(ours) and base is not None:
-            theirs = vars(base)[name]
-            yield name, ours, base, getattr(theirs, "fget", getattr(theirs, "__func__", theirs))
-
-
-def overrides() -> Iterator[Use]:
-    for owner in own_classes():
-        path = Path(inspect.getsourcefile(owner))
-        for name, ours, base, theirs in overridden(owner):
-            reason = sentence(inspect.getdoc(ours) if ours.__doc__ else inspect.getdoc(owner))
-            full = f"{base.__module__}.{base.__name__}.{name}"
-            where = place(path, owner.__name__)
-            yield Use("override", full, parameters_of(theirs), where, reason, on_cpu(path))
-
-
-class Reader(ast.NodeVisitor):
-    """Imports from SGLang, and attributes that are read or set, each with a reason."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self.imports: dict[tuple[str, str], str] = {}
-        self.attributes: dict[str, tuple[set[str], str]] = {}
-        self.own: set[str] = set()
-        self.modules: set[str] = set()
-        self.reasons = [ast.get_docstring(tree)]
-        self.visit(tree)
-
-    def inside(self, node: ast.AST) -> None:
-        self.own.add(node.name)
-        self.reasons.append(ast.get_docstring(node) or self.reasons[-1])
-        self.generic_visit(node)
-        self.reasons.pop()
-
-    visit_FunctionDef = visit_ClassDef = inside
-
-    def visit_Import(self, node: ast.Import) -> None:
-        self.modules |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for alias in node.names:
-            if node.module.split(".")[0] == "sglang":
-                self.imports.setdefault((node.module, alias.name), sentence(self.reasons[-1]))
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Store):
-            self.own.add(node.id)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.generic_visit(node)
-        root, sets = node.value, isinstance(node.ctx, ast.Store)
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        if sets and of_self:
-            self.own.add(node.attr)
-        private = node.attr.startswith("_") and not node.attr.startswith("__")
-        if isinstance(root, ast.Name) and root.id in self.modules:
-            return
-        if private or (sets and not of_self):
-            reason = sentence(self.reasons[-1])
-            kinds, _ = self.attributes.setdefault(ast.unparse(node), (set(), reason))
-            kinds.add("set" if sets else "read")
-
-
-def calls() -> Iterator[Use]:
-    for path in files((PRODUCT,)):
-        for (module, name), reason in Reader(ast.parse(path.read_text())).imports.items():
-            found = pkgutil.resolve_name(f"{module}:{name}") if has(module, name) else None
-            shown = parameters_of(found) if inspect.isroutine(found) else ""
-            yield Use("call", f"{module}.{name}", shown, place(path), reason, on_cpu(path))
-
-
-def has(module: str, name: str) -> bool:
-    """Whether an imported name is not a module itself."""
-    return hasattr(importlib.import_module(module), name)
-
-
-def fields() -> Iterator[Use]:
-    read = {path: Reader(ast.parse(path.read_text())) for path in files(INSIDE)}
-    own = set().union(*(one.own for one in read.values()))
-    for path, one in read.items():
-        for expression, (kinds, reason) in one.attributes.items():
-            if expression.rpartition(".")[2] not in own and place(path) != NOT_INSIDE:
-                kind = f"field: {' and '.join(sorted(kinds))}"
-                yield Use(kind, expression, "", place(path), reason, on_cpu(path))
-
-
-def uses() -> list[Use]:
-    """All of them: kind by kind, then by SGLang's name."""
-    kinds = [list(kind()) for kind in (hooks, overrides, calls, fields)]
-    return [use for kind in kinds for use in sorted(kind, key=lambda use: (use.name, use.ours))]
+def fields() -> dict[str, set[str]]:
+    """Return SGLang's attributes that are private or that our code sets, each with its files."""
+    files, defined = defaultdict(set), set()
+    for path in paths_inside():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        aliases = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        modules = {(alias.asname or alias.name).split(".")[0] for alias in aliases}
+        for node in nodes:
+            is_set = isinstance(getattr(node, "ctx", None), ast.Store)
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and is_set:
+                defined.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                owner = ast.unparse(node.value)
+                if is_set and owner in ("self", "cls"):
+                    defined.add(node.attr)
+                elif is_set or re.match("_(?!_)", node.attr):
+                    root = re.fullmatch(r"(\w+)[\w.]*", owner)
+                    if place(path) != NOT_INSIDE and not (root and root[1] in modules):
+                        files[f"{owner}.{node.attr}"].add(place(path))
+    return {name: files[name] for name in files if name.rpartition(".")[2] not in defined}

@@ -9,8 +9,6 @@ lets the target answer them at temperature 0 and 1. ``held_out_KIND.jsonl`` are 
 neither target nor drafter learns from.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -19,23 +17,22 @@ from itertools import product
 from pathlib import Path
 from random import Random
 
-from exchanges import KINDS as FAMILIES
-from exchanges import Message, in_turn
+from exchanges import KINDS, in_turn
+from exchanges.base import Message
 from sglang_hyperdflash.tools.atomic import write_text
 
 SCRAMBLED = "scrambled"
-KINDS = (*FAMILIES, SCRAMBLED)
 # Training prompts of a kind, relative to the others.
-WEIGHTS = dict.fromkeys(FAMILIES, 1) | {SCRAMBLED: 2}
+WEIGHTS = dict.fromkeys(KINDS, 1) | {SCRAMBLED: 2}
 SEEDS = {"train": 100, "held_out": 2000}
 # At most: some families have fewer training problems.
 PER_FAMILY = {"train": 1600, "held_out": 30}
 SCRAMBLED_PROMPTS = {"train": 12_000, "held_out": 160}
 PER_KIND, HELD_OUT = 5000, 60
-LONGEST = 500  # characters that users say: about 160 tokens
+LONGEST = 500  # characters of all user turns: about 160 tokens
 
-# Of a scrambled prompt: its sentences, the share of its words that are replaced, and the share of
-# those that are invented.
+# Numbers of sentences of a scrambled prompt, shares of its words that are replaced, and the share
+# of the replacements that are invented words.
 SENTENCES = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 SHARES = (0.1, 0.4, 0.8)
 INVENTED = 0.6
@@ -45,32 +42,26 @@ ENDS = ("", *"nrstl", "ck")
 SYLLABLES = ["".join(parts) for parts in product(ONSETS, VOWELS, ENDS)]
 
 
+def user_turns(messages: Sequence[Message]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] == "user"]
+
+
 def load() -> dict[str, dict[str, list[list[Message]]]]:
-    """``{kind: {"train": [...], "held_out": [...]}}``; always the same."""
-    found = {
-        kind: {
-            part: conversations(families, seed, PER_FAMILY[part]) for part, seed in SEEDS.items()
-        }
-        for kind, families in FAMILIES.items()
-    }
-    every = {part: [c for kind in found.values() for c in kind[part]] for part in SEEDS}
-    found[SCRAMBLED] = {
-        part: scrambled(every[part], seed, SCRAMBLED_PROMPTS[part]) for part, seed in SEEDS.items()
-    }
-    return found
-
-
-def conversations(families: tuple[str, ...], seed: int, per_family: int) -> list[list[Message]]:
-    """At most ``per_family`` conversations of each family, the families in turn."""
-    return [
-        list(exchange.messages) for exchange in in_turn(seed, per_family, families, or_all=True)
-    ]
+    """Return ``{kind: {"train": [...], "held_out": [...]}}``; the conversations never change."""
+    conversations = {kind: {} for kind in WEIGHTS}
+    for part, seed in SEEDS.items():
+        for kind, families in KINDS.items():
+            exchanges = in_turn(seed, PER_FAMILY[part], families, or_all=True)
+            conversations[kind][part] = [list(exchange.messages) for exchange in exchanges]
+        sources = [messages for kind in KINDS for messages in conversations[kind][part]]
+        conversations[SCRAMBLED][part] = scrambled(sources, seed, SCRAMBLED_PROMPTS[part])
+    return conversations
 
 
 def scrambled(exchanges: Sequence[Sequence[Message]], seed: int, count: int) -> list[list[Message]]:
-    """``count`` conversations of one user turn, made of the user's sentences in ``exchanges``."""
+    """Return ``count`` conversations of one user turn, made of the sentences in ``exchanges``."""
     rng = Random(f"{seed}/scrambled")
-    turns = [m["content"] for messages in exchanges for m in messages if m["role"] == "user"]
+    turns = [turn for messages in exchanges for turn in user_turns(messages)]
     sentences = [s for turn in turns for s in re.split(r"(?<=[.?!:])\s+|\n", turn) if s.strip()]
     return [[{"role": "user", "content": _turn(rng, sentences)}] for _ in range(count)]
 
@@ -84,31 +75,30 @@ def _turn(rng: Random, sentences: Sequence[str]) -> str:
 
 
 def _word(rng: Random, word: str, share: float, sentences: Sequence[str]) -> str:
-    """The word or, with probability ``share``, another one."""
+    """Return the word or, with probability ``share``, another word."""
     if rng.random() >= share:
         return word
     if rng.random() >= INVENTED or not re.search("[A-Za-z]", word):
         return rng.choice(rng.choice(sentences).split())
-    return re.sub("[A-Za-z]+", lambda found: _invented(rng, found.group()[0].isupper()), word)
 
+    def invented(match: re.Match[str]) -> str:
+        new = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+        return new.capitalize() if match[0][0].isupper() else new
 
-def _invented(rng: Random, capital: bool) -> str:
-    word = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((1, 1, 2, 2, 3))))
-    return word.capitalize() if capital else word
+    return re.sub("[A-Za-z]+", invented, word)
 
 
 def chosen(conversations: Sequence[list[Message]], count: int) -> list[list[Message]]:
-    """``count`` of those that are short enough, always the same.
+    """Return ``count`` conversations that are short enough, always the same ones.
 
-    Families come in turn, so they are drawn and not taken at even distances.
+    Families come in turn, so conversations are drawn, not taken at even distances.
     """
-    said = ((c, sum(len(m["content"]) for m in c if m["role"] == "user")) for c in conversations)
-    short = [conversation for conversation, length in said if length <= LONGEST]
+    short = [c for c in conversations if sum(map(len, user_turns(c))) <= LONGEST]
     return Random(count).sample(short, min(count, len(short)))
 
 
 def write(out: Path, per_kind: int = PER_KIND, held_out: int = HELD_OUT) -> None:
-    """Write every file; ``per_kind`` training conversations times a kind's weight."""
+    """Write every file, with ``per_kind`` training conversations times a kind's weight."""
     files: dict[str, list[list[Message]]] = {"greedy": [], "sampled": []}
     for kind, parts in load().items():
         train = chosen(parts["train"], per_kind * WEIGHTS[kind])

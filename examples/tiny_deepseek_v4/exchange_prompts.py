@@ -5,11 +5,9 @@
     python examples/tiny_deepseek_v4/exchange_prompts.py demo --out examples/tiny_deepseek_v4
 
 ``held-out`` writes one benchmark file per kind. ``quotes`` writes one whose prompts quote a line of
-twelve words to be repeated, and ask for it again. ``demo`` writes twelve prompts with
-their answers, and their user turns as a benchmark.
+twelve words to be repeated, and ask for it again. ``demo`` writes twelve prompts with their
+answers, and their user turns as a benchmark.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -22,15 +20,12 @@ from exchanges.texts import NOUNS
 from exchanges.words import CITIES, COLOURS, ITEMS, NAMES, PETS
 
 BENCHMARK_SEED, DEMO_SEED = 3000, 4000  # held out
-DEMO = {
-    "math": ("addition", "word_problem", "units", "dates"),
-    "code": ("code", "trace", "json", "table"),
-    "chat": ("edit", "form", "order", "ordering"),
-}
+DEMO_FAMILIES = ("addition", "word_problem", "units", "dates", "code", "trace", "json", "table")
+DEMO_FAMILIES += ("edit", "form", "order", "ordering")
 
 
 def write(path: Path, records: Iterable[dict]) -> None:
-    """One JSON line per record."""
+    """Write one JSON line per record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     path.write_text("".join(lines), encoding="utf-8")
@@ -38,34 +33,33 @@ def write(path: Path, records: Iterable[dict]) -> None:
 
 
 def turns(exchange: Exchange) -> dict:
-    """The user's turns, for a benchmark file."""
+    """Return the user's turns as a benchmark file has them."""
     return {"turns": [m["content"] for m in exchange.messages if m["role"] == "user"]}
 
 
 def held_out(out: Path, per_family: int) -> None:
-    """The families of a kind in turn, so that the first lines of a file hold all of them."""
+    """Write the families of a kind in turn, so that the first lines of a file hold all of them."""
     for kind, families in KINDS.items():
-        chosen = in_turn(BENCHMARK_SEED, per_family, families)
-        write(out / f"{kind}.jsonl", map(turns, chosen))
+        write(out / f"{kind}.jsonl", map(turns, in_turn(BENCHMARK_SEED, per_family, families)))
 
 
 def quotes(out: Path, count: int) -> None:
+    """Write lines of words of two pools in turn: names, and things with their colours."""
     rng, pools = Random(BENCHMARK_SEED), (NAMES + CITIES + PETS, COLOURS + ITEMS + NOUNS)
     lines = [" ".join(rng.sample(pools[i % 2], 12)) for i in range(count)]
     write(out / "quotes.jsonl", ({"turns": [f"Repeat this line:\n{line}"] * 2} for line in lines))
 
 
 def demo(out: Path, _per_family: int) -> None:
-    chosen = [
-        next(generate(DEMO_SEED, 1, (family,))) for families in DEMO.values() for family in families
-    ]
+    """Write one exchange of each of twelve families."""
+    exchanges = list(generate(DEMO_SEED, 1, DEMO_FAMILIES))
     records = (
         {"kind": e.family, "messages": e.prompt, "answer": e.answer}
         | ({"header": e.header} if e.header else {})
-        for e in chosen
+        for e in exchanges
     )
     write(out / "prompts.jsonl", records)
-    write(out / "turns.jsonl", map(turns, chosen))
+    write(out / "turns.jsonl", map(turns, exchanges))
 
 
 COMMANDS = {"held-out": (held_out, 4), "quotes": (quotes, 40), "demo": (demo, 1)}

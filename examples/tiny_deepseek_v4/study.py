@@ -11,8 +11,6 @@ request at a time. Both train the drafters that are missing. ``train`` only trai
 processes can share the work (``--part 1/2``); ``report`` renders a result again. All resume.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
@@ -54,22 +52,19 @@ SHAPE = ("--layers", "3", "--heads", "4", "--kv-heads", "2", "--head-dim", "64")
 SHAPE += ("--intermediate-size", "768", "--window", "0")
 HEAD, NO_HEAD = ("--dependency-rank", "128"), ("--dependency-rank", "0")
 LAYERS = "--layer-ids"
+Prompts = dict[str, list[list[int]]]  # set -> token ids of each prompt
+Answers = dict[str, dict[str, list[dict]]]  # temperature -> set -> replies of the server
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs from HyperDFlash-2, ``drafter.toml``.
+    """What differs from HyperDFlash-2, which ``drafter.toml`` trains."""
 
-    Attributes:
-        init: options of ``hyperdflash init``. objective, stage: fields of the training file.
-        algorithm: of SGLang. of: the variant that it is, served with another draft temperature.
-    """
-
-    init: tuple[str, ...] = HEAD
-    objective: Mapping[str, Any] = field(default_factory=dict)
-    stage: Mapping[str, Any] = field(default_factory=dict)
-    algorithm: str = "HYPERDFLASH"
-    of: str | None = None
+    init: tuple[str, ...] = HEAD  # options of ``hyperdflash init``
+    objective: Mapping[str, Any] = field(default_factory=dict)  # fields of the training file
+    stage: Mapping[str, Any] = field(default_factory=dict)  # fields of the training file
+    algorithm: str = "HYPERDFLASH"  # SGLang's name
+    of: str | None = None  # the variant whose drafter this one serves
     draft_temperature: str = "0.5"
 
 
@@ -92,92 +87,78 @@ VARIANTS = {
 }
 
 
-def toml(values: Mapping[str, Any]) -> str:
-    """TOML of plain values, tables and lists of tables; JSON spells a value as TOML does."""
+def training_file(variant: Variant, folder: Path, answers: Path, seed: int, steps: int) -> Path:
+    """Write ``folder/train.toml``: ``drafter.toml`` with the variant's fields and these answers."""
 
-    def lines(table: Mapping[str, Any]) -> str:
+    def lines(table: Mapping[str, Any]) -> str:  # JSON spells these values as TOML does
         return "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
 
-    plain = {k: v for k, v in values.items() if not isinstance(v, dict) and k != "stage"}
-    tables = (f"\n[{k}]\n{lines(v)}" for k, v in values.items() if isinstance(v, dict))
-    stages = (f"\n[[stage]]\n{lines(stage)}" for stage in values["stage"])
-    return "".join([lines(plain), *tables, *stages])
-
-
-def training_file(variant: Variant, folder: Path, answers: Path, **stage: Any) -> Path:
-    """Write ``folder/train.toml``: the variant's training file with its data and stage fields."""
     raw = tomllib.loads(TRAINING_FILE.read_text(encoding="utf-8"))
     answers, folder = answers.resolve(), folder.resolve()
     held_out = {p.stem.removeprefix("held_out_"): str(p) for p in answers.glob("held_out_*")}
+    (stage,) = raw["stage"]
+    data = [str(answers / f"{part}.jsonl") for part in ("greedy", "sampled")]
+    tables = {
+        "[held_out]": dict(sorted(held_out.items())),
+        "[objective]": raw["objective"] | variant.objective,
+        "[[stage]]": stage | variant.stage | {"seed": seed, "steps": steps, "data": data},
+    }
     raw |= {"target": str(TARGET), "draft": str(folder / "new"), "out": str(folder / "trained")}
-    raw |= {"held_out": dict(sorted(held_out.items()))}
-    raw["objective"] = raw["objective"] | variant.objective
-    stage["data"] = [str(answers / f"{part}.jsonl") for part in ("greedy", "sampled")]
-    raw["stage"] = [
-        {k: v for k, v in (fields | variant.stage | stage).items() if v is not None}
-        for fields in raw["stage"]
-    ]
-    write_text(folder / "train.toml", toml(raw))
+    text = lines({key: value for key, value in raw.items() if not isinstance(value, dict | list)})
+    text += "".join(f"\n{title}\n{lines(table)}" for title, table in tables.items())
+    write_text(folder / "train.toml", text)
     return folder / "train.toml"
 
 
-def train_drafter(
-    variant: Variant, folder: Path, answers: Path, seed: int, threads: int, **stage: Any
-) -> Path:
-    """Run ``hyperdflash init`` and ``train`` in a folder; return the trained drafter's folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = training_file(variant, folder, answers, seed=seed, **stage)
-    made = ["--target", str(TARGET), "--out", str(folder / "new"), "--seed", str(seed)]
-    work = ["--work", str(folder / "work"), "--states", str(answers.parent / "states")]
-    for command in (
-        ["init", *made, *SHAPE, *variant.init],
-        ["train", "--config", str(config), *work, "--threads", str(threads)],
-    ):
-        if hyperdflash(command):
-            raise SystemExit(f"{folder}: hyperdflash {command[0]} failed.")
-    if variant.algorithm == "DFLASH":  # the same tensors; SGLang's own class serves them
-        path = folder / "trained" / "config.json"
-        write_json(path, json.loads(path.read_text()) | {"architectures": ["DFlashDraftModel"]})
-    return folder / "trained"
-
-
 def write_answers(work: Path) -> Path:
-    """The folder of the target's answers; asks a server for what is missing."""
+    """Return the folder of the target's answers; ask a server for those that are missing."""
     prompts, answers = work / "prompts", work / "answers"
     if (answers / "complete").is_file():
         return answers
     corpus.write(prompts)
     with server_of(BASELINE, None, work / "answers.log").wait() as server:
+        command = ["regenerate", "--server", server.url, "--target", str(TARGET)]
+        command += ["--max-new-tokens", "128", "--top-p", "1", "--top-k", "-1"]
         for path in sorted(prompts.glob("*.jsonl")):
-            kinds = {path.stem: "0"} if path.stem == "greedy" else {path.stem: "1"}
+            temperatures = {path.stem: "1" if path.stem == "sampled" else "0"}
             if path.stem.startswith("held_out_"):
-                kinds = {path.stem: "0", f"{path.stem}_sampled": "1"}
-            for name, temperature in kinds.items():
+                temperatures[f"{path.stem}_sampled"] = "1"
+            for name, temperature in temperatures.items():
                 files = ["--input", str(path), "--output", str(answers / f"{name}.jsonl")]
-                sampling = ["--temperature", temperature, "--top-p", "1", "--top-k", "-1"]
-                asked = ["--server", server.url, "--target", str(TARGET), "--max-new-tokens", "128"]
-                if hyperdflash(["regenerate", *asked, *files, *sampling]):
+                if hyperdflash([*command, *files, "--temperature", temperature]):
                     raise SystemExit(f"{answers}: hyperdflash regenerate failed.")
     write_text(answers / "complete", "")
     return answers
 
 
 def drafter_of(name: str, seed: int, args: argparse.Namespace) -> Path:
-    """The variant's trained drafter; trains it first where it is missing."""
+    """Return the folder of the variant's trained drafter; train it first if it is missing."""
     name = VARIANTS[name].of or name
-    folder, answers = args.work / name / f"seed-{seed}", write_answers(args.work)
+    variant, answers = VARIANTS[name], write_answers(args.work)
+    folder = args.work / name / f"seed-{seed}"
     parts = ((answers / f"{part}.jsonl").read_bytes() for part in ("greedy", "sampled"))
-    record, expected = folder / "trained.json", {"steps": args.steps, "answers": bytes_hash(parts)}
-    if not record.is_file():
-        train_drafter(VARIANTS[name], folder, answers, seed, args.threads, steps=args.steps)
-        write_json(record, expected)
-    elif (found := json.loads(record.read_text())) != expected:
-        raise SystemExit(f"{folder}: expected {expected}, found {found}. Choose another --work.")
+    path, expected = folder / "trained.json", {"steps": args.steps, "answers": bytes_hash(parts)}
+    recorded = json.loads(path.read_text()) if path.is_file() else None
+    if recorded == expected:
+        return folder / "trained"
+    if recorded is not None:
+        raise SystemExit(f"{folder}: expected {expected}, found {recorded}. Choose another --work.")
+    config = training_file(variant, folder, answers, seed, args.steps)
+    init = ["init", "--target", str(TARGET), "--out", str(folder / "new"), "--seed", str(seed)]
+    training = ["train", "--config", str(config), "--states", str(args.work / "states")]
+    training += ["--work", str(folder / "work"), "--threads", str(args.threads)]
+    for command in ([*init, *SHAPE, *variant.init], training):
+        if hyperdflash(command):
+            raise SystemExit(f"{folder}: hyperdflash {command[0]} failed.")
+    if variant.algorithm == "DFLASH":  # the same tensors; SGLang's own class serves them
+        config = folder / "trained" / "config.json"
+        write_json(config, json.loads(config.read_text()) | {"architectures": ["DFlashDraftModel"]})
+    write_json(path, expected)
     return folder / "trained"
 
 
-def read_prompts(data_dir: Path | None, count: int) -> dict[str, list[list[int]]]:
-    """At most ``count`` prompts of each set: held-out problems by kind, and benchmarks."""
+def read_prompts(data_dir: Path | None, count: int) -> Prompts:
+    """Return at most ``count`` prompts of each set: held-out problems by kind, and benchmarks."""
     texts = {
         kind: [e.messages[0]["content"] for e in in_turn(BENCHMARK_SEED, PER_FAMILY, families)]
         for kind, families in KINDS.items()
@@ -194,38 +175,35 @@ def read_prompts(data_dir: Path | None, count: int) -> dict[str, list[list[int]]
     return {name: [encode(text) for text in texts[name][:count]] for name in sorted(texts)}
 
 
-def stored(path: Path, setting: dict[str, Any]) -> dict[str, Any]:
-    """What a result file holds, if it exists; rejects one of another setting."""
-    found = json.loads(path.read_text()) if path.is_file() else {"setting": setting, "seeds": {}}
-    changed = [name for name in setting if found["setting"].get(name) != setting[name]]
+def begin(args: argparse.Namespace, **setting: Any) -> tuple[Prompts, dict[str, Any]]:
+    """Return the prompts and the result so far; exit if its setting was another one."""
+    prompts = read_prompts(args.data_dir, args.num_prompts)
+    sampling = {t: SAMPLING[t] | {"max_new_tokens": MAX_NEW} for t in args.temperatures}
+    digest = bytes_hash([json.dumps(prompts).encode()])
+    setting = {"sampling": sampling, "prompts": digest, **setting}
+    path = args.out / "results.json"
+    result = json.loads(path.read_text()) if path.is_file() else {"setting": setting, "seeds": {}}
+    changed = [name for name in setting if result["setting"].get(name) != setting[name]]
     if changed:
         raise SystemExit(f"{path}: measured with other {', '.join(changed)}. Choose another --out.")
-    return found
+    return prompts, result
 
 
-def save(path: Path, found: dict[str, Any]) -> None:
-    """The result and its report."""
-    write_json(path, found | {"provenance": provenance()})
-    write_text(path.with_name("report.md"), render(found))
-
-
-def server_of(name: str, drafter: Path | None, log: Path, *more: str) -> Server:
-    """A server of a variant, or of the baseline: no drafter."""
-    arguments, environment = [*comparable_arguments(), *more], {}
+def server_of(name: str, drafter: Path | None, log: Path, *options: str) -> Server:
+    """Start a server of a variant, or of the baseline, which has no drafter."""
+    arguments, environment = [*comparable_arguments(), *options], {}
     if drafter is not None:
         arguments += ["--speculative-algorithm", VARIANTS[name].algorithm]
         arguments += ["--speculative-draft-model-path", str(drafter)]
-        drafts = VARIANTS[name].draft_temperature
-        environment = {WIDTH: FULL, COPY: "0", DRAFT_TEMPERATURE: drafts}
+        temperature = VARIANTS[name].draft_temperature
+        environment = {WIDTH: FULL, COPY: "0", DRAFT_TEMPERATURE: temperature}
     environment |= rivals.environment(arguments)
     return Server(TARGET, *arguments, log=log, environment=environment)
 
 
-def pending(
-    found: dict[str, Any], seed: int, args: argparse.Namespace
-) -> Iterator[tuple[str, Path]]:
-    """Variants that are not measured yet, and their drafters; rejects a drafter that changed."""
-    weights = found.setdefault("weights", {}).setdefault(str(seed), {})
+def pending(result: dict, seed: int, args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """Yield unmeasured variants and their drafters; exit if a measured drafter has changed."""
+    weights = result.setdefault("weights", {}).setdefault(str(seed), {})
     for name in args.variants:
         drafter = drafter_of(name, seed, args)
         digest = file_hash(drafter / "model.safetensors")
@@ -233,86 +211,85 @@ def pending(
             raise SystemExit(
                 f"{name}, seed {seed}: measured with other weights. Choose another --out."
             )
-        if name not in found["seeds"].get(str(seed), {}):
+        if name not in result["seeds"].get(str(seed), {}):
             yield name, drafter
 
 
 def counts_of(answers: list[dict], prompts: int) -> list[list[int]]:
-    """Verification rounds and accepted drafts of each prompt, which is asked several times.
+    """Return verification rounds and accepted drafts of each of so many prompts.
 
-    Args:
-        answers: of every prompt, then of every prompt again, and so on.
+    ``answers`` are of every prompt, then of every prompt again, and so on.
     """
     histograms = [counters(answer["meta_info"])[2] for answer in answers]
-    every = [add_histograms(histograms[prompt::prompts]) for prompt in range(prompts)]
-    return [[sum(h), sum(k * rounds for k, rounds in enumerate(h))] for h in every]
+    totals = [add_histograms(histograms[prompt::prompts]) for prompt in range(prompts)]
+    return [[sum(h), sum(k * rounds for k, rounds in enumerate(h))] for h in totals]
 
 
 def nats(answers: list[dict]) -> float:
-    """Minus the mean log probability of the answers' tokens."""
+    """Return minus the mean log probability of the answers' tokens."""
     values = [-x[0] for a in answers for x in a["meta_info"]["output_token_logprobs"]]
     return sum(values) / len(values)
 
 
 def serve(args: argparse.Namespace) -> None:
     """Measure the accept length of every variant and seed."""
-    prompts, log = read_prompts(args.data_dir, args.num_prompts), args.work / "server.log"
-    sampling = {t: SAMPLING[t] | {"max_new_tokens": MAX_NEW} for t in SAMPLING}
-    repeats = {t: args.repeats if s["temperature"] else 1 for t, s in sampling.items()}
-    setting = {"sampling": sampling, "prompts": bytes_hash([json.dumps(prompts).encode()])}
-    path = args.out / "results.json"
-    found = stored(path, setting)
+    prompts, result = begin(args)
 
-    def measure(server: Server) -> dict[str, dict[str, list[dict]]]:
+    def measure(name: str, drafter: Path | None) -> tuple[Answers, list[list[int]]]:
+        """Return the answers of a server of this drafter, and the tokens of the greedy ones."""
+
         def ask(job: tuple[list[int], dict]) -> dict:
             return server.generate(input_ids=job[0], sampling_params=job[1], return_logprob=True)
 
-        with ThreadPoolExecutor(CONCURRENCY) as pool:
-            return {
-                t: {
-                    name: list(pool.map(ask, [(one, s) for one in some * repeats[t]]))
-                    for name, some in prompts.items()
+        answers: Answers = {}
+        server = server_of(name, drafter, args.work / "server.log")
+        with server.wait(), ThreadPoolExecutor(CONCURRENCY) as pool:
+            for t, parameters in result["setting"]["sampling"].items():
+                repeats = args.repeats if parameters["temperature"] else 1
+                answers[t] = {
+                    k: list(pool.map(ask, [(ids, parameters) for ids in token_ids * repeats]))
+                    for k, token_ids in prompts.items()
                 }
-                for t, s in sampling.items()
-            }
+        return answers, [a["output_ids"] for replies in answers["0"].values() for a in replies]
 
     expected: list[list[int]] = []
-    for seed, (name, drafter) in ((s, one) for s in args.seeds for one in pending(found, s, args)):
-        if not expected:
-            with server_of(BASELINE, None, log).wait() as server:
-                answers = measure(server)
-            found["nats"] = {t: {k: nats(a) for k, a in s.items()} for t, s in answers.items()}
-            expected = [a["output_ids"] for some in answers["0"].values() for a in some]
-        with server_of(name, drafter, log).wait() as server:
-            answers = measure(server)
-        greedy = [a["output_ids"] for some in answers["0"].values() for a in some]
-        found["seeds"].setdefault(str(seed), {})[name] = {
-            "identical": sum(a == b for a, b in zip(greedy, expected, strict=True)),
-            "answers": len(greedy),
-            "repeats": args.repeats,
-            "steps": args.steps,
-            "counts": {
-                t: {k: counts_of(a, len(prompts[k])) for k, a in some.items()}
-                for t, some in answers.items()
-            },
-        }
-        save(path, found)
-        print(f"{name}, seed {seed}: measured", flush=True)
+    for seed in args.seeds:
+        for name, drafter in pending(result, seed, args):
+            if not expected:
+                answers, expected = measure(BASELINE, None)
+                result["nats"] = {t: {k: nats(a) for k, a in s.items()} for t, s in answers.items()}
+            answers, greedy = measure(name, drafter)
+            result["seeds"].setdefault(str(seed), {})[name] = {
+                "identical": sum(a == b for a, b in zip(greedy, expected, strict=True)),
+                "answers": len(greedy),
+                "repeats": args.repeats,
+                "steps": args.steps,
+                "counts": {
+                    t: {k: counts_of(a, len(prompts[k])) for k, a in replies.items()}
+                    for t, replies in answers.items()
+                },
+            }
+            report(args, result)
+            print(f"{name}, seed {seed}: measured", flush=True)
     report(args)
 
 
 def timed(server: Server, prompt: list[int], sampling: dict[str, Any]) -> list[float]:
-    """Tokens and seconds of one streamed request, and its seconds after the first token."""
+    """Measure tokens, seconds and seconds after the first token of one streamed request."""
     payload = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-    started, first, last = time.monotonic(), None, {}
+    started, first_token, event = time.monotonic(), None, {}
     with requests.post(f"{server.url}/generate", json=payload, stream=True, timeout=600) as reply:
         reply.raise_for_status()
         for line in reply.iter_lines():
             if line.startswith(b"data: {"):
-                first = first or time.monotonic()
-                last = json.loads(line[len(b"data: ") :])
+                first_token = first_token or time.monotonic()
+                event = json.loads(line[len(b"data: ") :])
     ended = time.monotonic()
-    return [last["meta_info"]["completion_tokens"], ended - started, ended - (first or ended)]
+    return [
+        event["meta_info"]["completion_tokens"],
+        ended - started,
+        ended - (first_token or ended),
+    ]
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -322,45 +299,36 @@ def speed(args: argparse.Namespace) -> None:
     and so on equally often: what slows a shared machine down for seconds slows them all alike. A
     second baseline server shows the noise.
     """
-    prompts, log = read_prompts(args.data_dir, args.num_prompts), args.work / "speed.log"
-    sampling = {t: SAMPLING[t] | {"max_new_tokens": MAX_NEW} for t in args.temperatures}
-    setting = {"sampling": sampling, "prompts": bytes_hash([json.dumps(prompts).encode()])}
-    setting["variants"] = args.variants
-    path = args.out / "results.json"
-    found = stored(path, setting)
+    prompts, result = begin(args, variants=args.variants)
+    sampling = result["setting"]["sampling"]
     for seed in args.seeds:
-        drafters = dict(pending(found, seed, args))
+        drafters = dict(pending(result, seed, args))
         if not drafters:
             continue
         with ExitStack() as stack:
-
-            def start(name: str, drafter: Path | None) -> Server:
-                server = server_of(name, drafter, log, "--disable-radix-cache")
-                return stack.enter_context(server).wait()
-
-            servers = {name: start(name, None) for name in (BASELINE, NOISE)}
-            servers |= {name: start(name, drafter) for name, drafter in drafters.items()}
-            found["seeds"][str(seed)] = interleaved(servers, prompts, sampling)
-        save(path, found)
+            servers = {}
+            for name, drafter in {BASELINE: None, NOISE: None, **drafters}.items():
+                server = server_of(name, drafter, args.work / "speed.log", "--disable-radix-cache")
+                servers[name] = stack.enter_context(server).wait()
+            result["seeds"][str(seed)] = interleaved(servers, prompts, sampling)
+        report(args, result)
     report(args)
 
 
-def interleaved(
-    servers: dict[str, Server], prompts: dict[str, list[list[int]]], sampling: dict[str, dict]
-) -> dict[str, dict[str, dict[str, list[list[float]]]]]:
-    """``{server: {temperature: {set: [[tokens, seconds, seconds after the first], ...]}}}``."""
-    found = {n: {t: {k: [] for k in prompts} for t in sampling} for n in servers}
+def interleaved(servers: dict[str, Server], prompts: Prompts, sampling: dict) -> dict[str, Any]:
+    """Return ``{server: {temperature: {set: [times, ...]}}}`` with the times of :func:`timed`."""
+    times = {name: {t: {k: [] for k in prompts} for t in sampling} for name in servers}
     order = list(servers)
-    for t, setting in sampling.items():
+    for t, parameters in sampling.items():
         for server in servers.values():  # its first answers are its slowest
-            for some in prompts.values():
-                timed(server, some[-1], setting)
-        for name, some in prompts.items():
-            for prompt in some:
+            for token_ids in prompts.values():
+                timed(server, token_ids[-1], parameters)
+        for set_name, token_ids in prompts.items():
+            for prompt in token_ids:
                 order.append(order.pop(0))
-                for one in order:
-                    found[one][t][name].append(timed(servers[one], prompt, setting))
-    return found
+                for name in order:
+                    times[name][t][set_name].append(timed(servers[name], prompt, parameters))
+    return times
 
 
 def train(args: argparse.Namespace) -> None:
@@ -371,37 +339,41 @@ def train(args: argparse.Namespace) -> None:
         print(drafter_of(name, seed, args), flush=True)
 
 
-def report(args: argparse.Namespace) -> None:
+def report(args: argparse.Namespace, result: dict[str, Any] | None = None) -> None:
     """Render OUT/report.md from OUT/results.json."""
+    if result is not None:  # else the file is there
+        write_json(args.out / "results.json", result | {"provenance": provenance()})
     write_text(args.out / "report.md", render(json.loads((args.out / "results.json").read_text())))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
-    for run in (train, serve, speed, report):
-        command = commands.add_parser(run.__name__, help=run.__doc__.splitlines()[0])
-        command.set_defaults(run=run)
-        if run is not train:
-            command.add_argument("--out", type=Path, required=True, help="folder of the result")
-        if run is report:
+    for command in (train, serve, speed, report):
+        options = commands.add_parser(command.__name__, help=command.__doc__.splitlines()[0])
+        options.set_defaults(run=command)
+        add = options.add_argument
+        if command is not train:
+            add("--out", type=Path, required=True, help="folder of the result")
+        if command is report:
             continue
-        names = ["hyperdflash", "hyperdflash2"] if run is speed else list(VARIANTS)
-        command.add_argument("--work", type=Path, default=Path("build/study"), help="of drafters")
-        command.add_argument("--variants", nargs="+", choices=VARIANTS, default=names)
-        command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-        command.add_argument("--steps", type=int, default=2000, help="the committed ones: 6000")
-        command.add_argument("--threads", type=int, default=1, help="of a training")
-        if run is train:
-            command.add_argument("--part", default="1/1", help="i/n: every n-th from the i-th")
+        names = ["hyperdflash", "hyperdflash2"] if command is speed else list(VARIANTS)
+        add("--work", type=Path, default=Path("build/study"), help="of drafters")
+        add("--variants", nargs="+", choices=VARIANTS, default=names)
+        add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+        add("--steps", type=int, default=2000, help="the committed ones: 6000")
+        add("--threads", type=int, default=1, help="of a training")
+        if command is train:
+            add("--part", default="1/1", help="i/n: every n-th from the i-th")
             continue
-        count = 10 if run is speed else 20
-        command.add_argument("--data-dir", type=Path, help=f"of {', '.join(BENCHMARKS)}")
-        command.add_argument("--num-prompts", type=int, default=count, help="of each set")
-        if run is serve:
-            command.add_argument("--repeats", type=int, default=6, help="of sampled prompts")
+        count = 10 if command is speed else 20
+        add("--data-dir", type=Path, help=f"of {', '.join(BENCHMARKS)}")
+        add("--num-prompts", type=int, default=count, help="of each set")
+        if command is serve:
+            add("--repeats", type=int, default=6, help="of sampled prompts")
+            options.set_defaults(temperatures=list(SAMPLING))
         else:
-            command.add_argument("--temperatures", nargs="+", choices=SAMPLING, default=["0", "1"])
+            add("--temperatures", nargs="+", choices=SAMPLING, default=["0", "1"])
     args = parser.parse_args()
     try:
         args.run(args)

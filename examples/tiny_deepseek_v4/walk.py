@@ -12,9 +12,8 @@ Exit status 1 when the store, or the drafter, is not what undisturbed runs make.
 hour on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
+import filecmp
 import json
 import os
 import re
@@ -52,8 +51,8 @@ ADDED = {
 }
 PORTABLE = {"architectures": ["PortableDeepSeekV4ForCausalLM"]}
 MEMORY = {"max_total_tokens": 8192, "mem_fraction_static": 0.2}
-# Of a server of the target under the portable class's name: an override, as captures have it, would
-# be the drafter's too. SGLang finds a published V4's encoder without an option.
+# Options of a server of the target under the portable class's name: an override, as captures have
+# it, would be the drafter's too. SGLang finds a published V4's encoder without an option.
 SERVER = "--dtype float32 --tool-call-parser deepseekv4 --max-total-tokens 8192"
 SERVER += " --mem-fraction-static 0.2"
 COMMANDS = {
@@ -61,11 +60,8 @@ COMMANDS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "python": [],
 }
-TOOL = {
-    "name": "add",
-    "description": "Adds.",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
 SCHEDULE = """target = "target"
 draft = "draft"
 out = "drafter_{name}"
@@ -87,16 +83,16 @@ bf16 = false
 
 
 def make_target(folder: Path) -> None:
-    """The tiny target as a DeepSeek-V4 is published."""
+    """Write the tiny target as a DeepSeek-V4 is published."""
     tokenizer = AutoTokenizer.from_pretrained(HERE / "target")
-    before, like = len(tokenizer), tokenizer.convert_tokens_to_ids(list(ADDED.values()))
+    vocabulary, shared = len(tokenizer), tokenizer.convert_tokens_to_ids(list(ADDED.values()))
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     tensors = load_file(HERE / "target" / "model.safetensors")
     for name, rows in tensors.items():
-        if rows.shape[:1] == (before,):
-            tensors[name] = torch.cat([rows, rows[like]])
+        if rows.shape[:1] == (vocabulary,):
+            tensors[name] = torch.cat([rows, rows[shared]])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((HERE / "target" / "config.json").read_text())
     config |= {"architectures": ["DeepseekV4ForCausalLM"], "vocab_size": len(tokenizer)}
@@ -104,19 +100,12 @@ def make_target(folder: Path) -> None:
     shutil.copy(HERE / "target" / "generation_config.json", folder)
 
 
-def make_served(target: Path, folder: Path) -> None:
-    """The same files for a server, under the portable class's name."""
-    shutil.copytree(target, folder)
-    config = json.loads((target / "config.json").read_text())
-    write_json(folder / "config.json", config | PORTABLE)
-
-
 def chats(per_family: int) -> Iterator[dict[str, Any]]:
-    """Two user turns each; every second one with reasoning, some with a system prompt or a tool."""
-    asked = [e.prompt[-1] for e in generate(1, per_family)]
-    for i, first in enumerate(asked):
+    """Yield chats of two user turns: half with reasoning, some with a system prompt or a tool."""
+    questions = [exchange.prompt[-1] for exchange in generate(1, per_family)]
+    for i, question in enumerate(questions):
         system = [{"role": "system", "content": "Be short."}] if i % 3 == 0 else []
-        line = {"messages": [*system, first, asked[i - 1]]}
+        line = {"messages": [*system, question, questions[i - 1]]}
         line["chat_template_kwargs"] = {"thinking": i % 2 == 1}
         if i % 8 == 0:
             line["tools"] = [{"type": "function", "function": TOOL}]
@@ -134,36 +123,32 @@ class Walk:
         self.environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         (folder / "logs").mkdir()
 
-    def start(self, name: str, command: list[str]) -> subprocess.Popen:
-        """Start a command of :data:`COMMANDS` whose output goes to a log."""
-        print(f"{name}: {shlex.join(command)}", flush=True)
-        words = [sys.executable, *COMMANDS[command[0]], *command[1:]]
-        with self.log(name).open("wb") as log:
-            return subprocess.Popen(
-                words, cwd=self.folder, env=self.environment, stdout=log, stderr=log
-            )
-
     def log(self, name: str) -> Path:
-        """Where a step's output goes."""
+        """Return the file of a step's output."""
         return self.folder / "logs" / f"{re.sub(r'[^a-z0-9]+', '-', name)}.log"
 
     def together(self, commands: dict[str, list[str]], kill: Callable | None = None) -> None:
-        """Run commands at once, by their steps' names.
+        """Run commands of :data:`COMMANDS` at once, by their steps' names.
 
-        Args:
-            kill: called with each name and process again and again: whether it has killed it.
+        ``kill`` is called with each name and process again and again, until it kills the process.
         """
         started = time.monotonic()
-        running = {name: self.start(name, command) for name, command in commands.items()}
-        killed: set[str] = set()
+        running = {}
+        for name, command in commands.items():
+            print(f"{name}: {shlex.join(command)}", flush=True)
+            words = [sys.executable, *COMMANDS[command[0]], *command[1:]]
+            with self.log(name).open("wb") as log:
+                running[name] = subprocess.Popen(
+                    words, cwd=self.folder, env=self.environment, stdout=log, stderr=log
+                )
         while running:
             for name, process in list(running.items()):
-                if kill and name not in killed and kill(name, process):
-                    killed.add(name)
+                if kill:
+                    kill(name, process)
                 if process.poll() is not None:
                     del running[name]
                     self.keep(name, shlex.join(commands[name]), started, process.returncode)
-                    good = (process.returncode != 0) if kill else (process.returncode == 0)
+                    good = bool(process.returncode) == bool(kill)
                     assert good, f"{name} ended with {process.returncode}: see {self.log(name)}"
             time.sleep(0.005)
 
@@ -173,46 +158,46 @@ class Walk:
 
     def keep(self, name: str, command: str, started: float, code: int | None = None) -> None:
         seconds = round(time.monotonic() - started, 1)
-        self.steps.append({"step": name, "command": command, "seconds": seconds})
-        self.steps[-1] |= {"exit": code} if code else {}
+        exit_code = {"exit": code} if code else {}
+        self.steps.append({"step": name, "command": command, "seconds": seconds, **exit_code})
         print(f"{name}: {seconds} s", flush=True)
 
     @contextmanager
-    def server(self, name: str, *more: str) -> Iterator[Server]:
-        """A server of the target."""
-        started, arguments = time.monotonic(), [*SERVER.split(), *more]
+    def server(self, name: str, *options: str) -> Iterator[Server]:
+        """Run a server of the target."""
+        started, arguments = time.monotonic(), [*SERVER.split(), *options]
+        command = ["python", "-m", "sglang.launch_server", "--model-path", "served", *arguments]
         log, environment = self.log(name), self.environment
-        made = Server(self.folder / "served", *arguments, log=log, environment=environment)
-        shown = ["python", "-m", "sglang.launch_server", "--model-path", "served", *arguments]
-        with made as server:
+        with Server(self.folder / "served", *arguments, log=log, environment=environment) as server:
             server.wait()
-            self.keep(name, shlex.join(shown).replace(f"{self.folder}/", ""), started)
+            self.keep(name, shlex.join(command).replace(f"{self.folder}/", ""), started)
             yield server
 
 
 def answer(walk: Walk, per_family: int) -> None:
-    """A drafter, a server, its answers."""
+    """Make a drafter, start a server and keep its answers."""
     options = "--target target --out draft --layers 2 --heads 4 --kv-heads 2 --head-dim 64"
     walk.run("init", "hyperdflash", "init", *options.split(), "--intermediate-size", "512")
-    lines = list(chats(per_family))
-    write_text(walk.folder / "chats.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    lines = [json.dumps(chat) + "\n" for chat in chats(per_family)]
+    write_text(walk.folder / "chats.jsonl", "".join(lines))
     options = "--target target --input chats.jsonl --output answers.jsonl --max-new-tokens 48"
     with walk.server("server") as server:
-        asked = ["hyperdflash", "regenerate", "--server", server.url, *options.split()]
-        walk.run("regenerate", *asked, "--temperature", "0")
+        command = ["hyperdflash", "regenerate", "--server", server.url, *options.split()]
+        walk.run("regenerate", *command, "--temperature", "0")
     answers = [json.loads(line) for line in (walk.folder / "answers.jsonl").open()]
     replies = [m for a in answers for m in a["messages"] if m["role"] == "assistant"]
+    samples = [sample for a in answers for sample in a["samples"]]
     walk.checks["answers"] = {
         "conversations": [len(answers), len(lines)],
         "answers": len(replies),
         "with reasoning": sum("reasoning_content" in reply for reply in replies),
-        "samples": sum(len(a["samples"]) for a in answers),
-        "of several answers": sum(len(s["spans"]) > 1 for a in answers for s in a["samples"]),
+        "samples": len(samples),
+        "of several answers": sum(len(sample["spans"]) > 1 for sample in samples),
     }
 
 
 def capture(walk: Walk) -> None:
-    """One engine undisturbed; two at once into one store, each killed and run again."""
+    """Capture with one engine undisturbed, then with two into one store, each killed once."""
 
     def command(out: str, share: str) -> list[str]:
         options = f"--target target --dtype float32 --data answers.jsonl --out {out}"
@@ -220,37 +205,37 @@ def capture(walk: Walk) -> None:
         engine = json.dumps(MEMORY | {"json_model_override_args": json.dumps(PORTABLE)})
         return ["hyperdflash", "capture", *options.split(), "--engine-args", engine]
 
-    def shards(part: int) -> int:
-        path = walk.folder / "states" / "manifests" / f"capture-{part}-of-2.jsonl"
+    def shards(share: str) -> int:
+        path = walk.folder / f"states/manifests/capture-{share.replace('/', '-of-')}.jsonl"
         return len(Manifest.read(path).shards) if path.is_file() else 0
 
     at_kill: dict[str, int] = {}
 
-    def kill(name: str, process: subprocess.Popen) -> bool:
-        part = int(name.removeprefix("capture ")[0])
-        if shards(part) < 3:
-            return False
-        process.kill()
-        process.wait()
-        at_kill[f"{part}/2"] = shards(part)
-        return True
+    def kill(name: str, process: subprocess.Popen) -> None:
+        share = name.split()[1].rstrip(",")
+        if shards(share) >= 3:
+            process.kill()
+            process.wait()
+            at_kill[share] = shards(share)
 
     walk.run("capture, undisturbed", *command("alone", "1/1"))
-    parts = {f"{part}/2": command("states", f"{part}/2") for part in (1, 2)}
-    walk.together({f"capture {part}, killed": words for part, words in parts.items()}, kill)
-    walk.together({f"capture {part}, again": words for part, words in parts.items()})
-    alone, both = (read_shards(walk.folder / name) for name in ("alone", "states"))
-    same = [(s.start, s.lengths, s.sha256) for s in alone]
+    commands = {share: command("states", share) for share in ("1/2", "2/2")}
+    walk.together({f"capture {share}, killed": words for share, words in commands.items()}, kill)
+    walk.together({f"capture {share}, again": words for share, words in commands.items()})
+    alone, both = (
+        [(shard.start, shard.lengths, shard.sha256) for shard in read_shards(walk.folder / name)]
+        for name in ("alone", "states")
+    )
     walk.checks["store"] = {
         "shards": len(alone),
         "shards at the kills": at_kill,
-        "same checksums": same == [(s.start, s.lengths, s.sha256) for s in both],
+        "same checksums": alone == both,
     }
     assert all(0 < at_kill[f"{part}/2"] < len(alone[part - 1 :: 2]) for part in (1, 2)), at_kill
 
 
 def train(walk: Walk) -> None:
-    """Two processes, two with one of them killed, one alone."""
+    """Train with two processes, with two of which one is killed, and with one."""
 
     def command(name: str, processes: int) -> list[str]:
         write_text(walk.folder / f"{name}.toml", SCHEDULE.format(name=name))
@@ -258,47 +243,40 @@ def train(walk: Walk) -> None:
         ranks = f"torchrun --standalone --nproc-per-node {processes} -m sglang_hyperdflash.cli"
         return f"{ranks if processes > 1 else 'hyperdflash'} {options}".split()
 
-    def saved(name: str) -> dict[str, Any]:
-        return read_state(saved_states(walk.folder / f"work_{name}" / "stage-1")[-1])
+    def states(name: str) -> list[Path]:
+        return saved_states(walk.folder / f"work_{name}" / "stage-1")
 
-    def kill(_name: str, process: subprocess.Popen) -> bool:
-        if not saved_states(walk.folder / "work_killed" / "stage-1"):
-            return False
-        psutil.Process(process.pid).children()[-1].kill()
-        process.wait()
-        return True
+    def kill(_name: str, process: subprocess.Popen) -> None:
+        if states("killed"):
+            psutil.Process(process.pid).children()[-1].kill()
+            process.wait()
 
     walk.run("train, two processes", *command("two", 2))
     walk.together({"train, one of two killed": command("killed", 2)}, kill)
-    cut = saved("killed")["state"]["step"]
+    kill_step = read_state(states("killed")[-1])["state"]["step"]
     walk.run("train, two again", *command("killed", 2))
     walk.run("train, one process", *command("one", 1))
-    weights = {
-        name: (walk.folder / f"drafter_{name}" / "model.safetensors").read_bytes()
-        for name in ("two", "killed")
-    }
-    two, one = saved("two"), saved("one")
-    gaps = [
-        ((a - one["drafter"][name]).norm() / a.norm().clamp_min(1e-12)).item()
-        for name, a in two["drafter"].items()
+    files = [walk.folder / f"drafter_{name}" / "model.safetensors" for name in ("two", "killed")]
+    parallel, single = (read_state(states(name)[-1]) for name in ("two", "one"))
+    tensor_gaps = [
+        ((a - single["drafter"][name]).norm() / a.norm().clamp_min(1e-12)).item()
+        for name, a in parallel["drafter"].items()
     ]
-    losses = [
-        abs(a["loss"] - b["loss"]) / a["loss"]
-        for a, b in zip(two["records"], one["records"], strict=True)
-    ]
+    losses = [[record["loss"] for record in state["records"]] for state in (parallel, single)]
+    loss_gaps = [abs(a - b) / a for a, b in zip(*losses, strict=True)]
     walk.checks["drafter"] = {
-        "killed after step": cut,
-        "killed equals undisturbed, byte by byte": weights["two"] == weights["killed"],
-        "one process, relative gap of losses": max(losses),
-        "one process, relative gap of a tensor": max(gaps),
-        "loss": [two["records"][0]["loss"], two["records"][-1]["loss"]],
-        "simulated tau": two["best"]["tau"],
+        "killed after step": kill_step,
+        "killed equals undisturbed, byte by byte": filecmp.cmp(*files, shallow=False),
+        "one process, relative gap of losses": max(loss_gaps),
+        "one process, relative gap of a tensor": max(tensor_gaps),
+        "loss": [losses[0][0], losses[0][-1]],
+        "simulated tau": parallel["best"]["tau"],
     }
-    assert cut < two["state"]["step"], "it was killed too late"
+    assert kill_step < parallel["state"]["step"], "it was killed too late"
 
 
 def serve(walk: Walk) -> None:
-    """The comparison of served methods, and one request."""
+    """Compare served methods, and send one request."""
     shutil.copy(HERE / "turns.jsonl", walk.folder)
     options = "--target served --methods baseline,hyperdflash2 --hyperdflash2-draft drafter_two"
     options += " --benchmarks turns.jsonl --num-prompts 6 --max-new-tokens 48 --rounds 1"
@@ -311,8 +289,8 @@ def serve(walk: Walk) -> None:
     with walk.server("serve", *hyperdflash_arguments(walk.folder / "drafter_two")) as server:
         started = time.monotonic()
         question = {"role": "user", "content": "Add 478 and 220."}
-        asked = {"model": "default", "messages": [question], "temperature": 0, "max_tokens": 48}
-        reply = requests.post(f"{server.url}/v1/chat/completions", json=asked, timeout=600)
+        body = {"model": "default", "messages": [question], "temperature": 0, "max_tokens": 48}
+        reply = requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=600)
         reply.raise_for_status()
         walk.keep("ask", "POST /v1/chat/completions", started)
     walk.checks["answer"] = reply.json()["choices"][0]["message"]["content"]
@@ -326,16 +304,19 @@ def main() -> int:
     args = parser.parse_args()
     args.work.mkdir(parents=True)
     walk = Walk(args.work.resolve())
-    make_target(walk.folder / "target")
-    make_served(walk.folder / "target", walk.folder / "served")
+    target, served = walk.folder / "target", walk.folder / "served"
+    make_target(target)
+    shutil.copytree(target, served)
+    write_json(served / "config.json", json.loads((target / "config.json").read_text()) | PORTABLE)
     answer(walk, args.per_family)
     capture(walk)
     train(walk)
     serve(walk)
     report = {"provenance": provenance(), "steps": walk.steps, "checks": walk.checks}
     write_json(args.out, report, indent=1)
-    same = walk.checks["store"]["same checksums"]
-    return int(not (same and walk.checks["drafter"]["killed equals undisturbed, byte by byte"]))
+    same_store = walk.checks["store"]["same checksums"]
+    same_drafter = walk.checks["drafter"]["killed equals undisturbed, byte by byte"]
+    return int(not (same_store and same_drafter))
 
 
 if __name__ == "__main__":

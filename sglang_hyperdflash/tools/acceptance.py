@@ -1,24 +1,22 @@
 """Acceptance metrics from SGLang's per-request counters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 
 def accept_length(correct_drafts: int, rounds: int) -> float | None:
-    """tau, bonus token included: ``1 + accepted drafts / rounds``; None without a round."""
+    """Return tau, bonus token included: ``1 + accepted drafts / rounds``; None without a round."""
     return 1.0 + correct_drafts / rounds if rounds else None
 
 
 def accept_length_of(histogram: Sequence[int]) -> float | None:
-    """tau of rounds of which ``histogram[i]`` accepted i drafts each; None without any."""
+    """Return tau of rounds of which ``histogram[i]`` accepted i drafts each; None without any."""
     return accept_length(sum(i * n for i, n in enumerate(histogram)), sum(histogram))
 
 
 def drafted_positions(widths: Iterable[int], num_drafts: int) -> list[int]:
-    """Rounds that had a draft k, for k = 1..num_drafts.
+    """Return the number of rounds that had a draft k, for k = 1..num_drafts.
 
     Args:
         widths: entry w counts the rounds of width w: SGLang's ``spec_cap_lens_histogram``.
@@ -30,7 +28,7 @@ def drafted_positions(widths: Iterable[int], num_drafts: int) -> list[int]:
 def position_acceptance(
     histogram: Iterable[int], num_drafts: int, widths: Iterable[int] = ()
 ) -> list[float]:
-    """Share of the rounds with a draft k that accepted it, for k = 1..num_drafts.
+    """Return the share of the rounds with a draft k that accepted it, for k = 1..num_drafts.
 
     Args:
         histogram: entry i counts the rounds with i accepted drafts; may be shorter than B.
@@ -38,17 +36,16 @@ def position_acceptance(
     """
     counts, widths = list(histogram), list(widths)
     drafted = drafted_positions(widths, num_drafts) if widths else [sum(counts)] * num_drafts
-    positions = enumerate(drafted, start=1)
-    return [sum(counts[k:]) / rounds if rounds else 0.0 for k, rounds in positions]
+    return [sum(counts[k:]) / n if n else 0.0 for k, n in enumerate(drafted, start=1)]
 
 
 def add_histograms(histograms: Iterable[Iterable[int]]) -> list[int]:
-    """Entry-wise sum of histograms of different lengths."""
+    """Return the entry-wise sum of histograms of different lengths."""
     return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 def counters(meta_info: Mapping[str, Any]) -> tuple[int, int, list[int]]:
-    """``(accepted drafts, rounds, histogram)`` of a finished request's ``meta_info``."""
+    """Return ``(accepted drafts, rounds, histogram)`` of a finished request's ``meta_info``."""
     return (
         int(meta_info.get("spec_num_correct_drafts") or 0),
         int(meta_info.get("spec_verify_ct") or 0),

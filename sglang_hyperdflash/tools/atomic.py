@@ -4,8 +4,6 @@ The temporary name is fixed (``NAME.partial``), so that a killed writer leaves o
 the next one overwrites it. Two writers of one file must be kept apart by ``ownership``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -21,32 +19,23 @@ class WriteFailed(HyperDFlashError):
 
 
 def write_failed(path: Path, error: Exception) -> WriteFailed:
-    """The error to raise when ``path`` could not be written; says what is kept."""
+    """Return the error to raise when ``path`` could not be written; it says what is kept."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    kept = f"{path} is as it was before. " if path.is_file() else ""
+    unchanged = f"{path} is as it was before. " if path.is_file() else ""
     return WriteFailed(
-        f"cannot write {path}: {reason}. {kept}"
+        f"cannot write {path}: {reason}. {unchanged}"
         "Free space or choose a writable place, then repeat the command."
     )
 
 
-def _flush_folder(folder: Path) -> None:
-    """A rename is on disk only when its folder is; not every file system can flush one."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 @contextmanager
 def replacing(path: Path, failures: tuple[type[Exception], ...] = (OSError,)) -> Iterator[Path]:
-    """A temporary path to write to; it becomes ``path`` when the block ends without an error.
+    """Yield a temporary path, which becomes ``path`` when the block ends without an error.
 
     Args:
-        path: the file; its folder is made. failures: what a library raises for a full disk besides
-            ``OSError`` (``RuntimeError`` of torch.save, ``SafetensorError``).
+        path: the file; its folder is made.
+        failures: what a library raises for a full disk besides ``OSError`` (``RuntimeError`` of
+            torch.save, ``SafetensorError``).
 
     Raises:
         WriteFailed: the disk is full or the place cannot be written; ``path`` is as before.
@@ -68,18 +57,19 @@ def replacing(path: Path, failures: tuple[type[Exception], ...] = (OSError,)) ->
         if isinstance(error, (OSError, *failures)):
             raise write_failed(path, error) from error
         raise
-    _flush_folder(path.parent)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole; raises ``WriteFailed``."""
-    with replacing(path) as partial:
-        partial.write_bytes(content)
+    # A rename is on disk only when its folder is; not every file system can flush a folder.
+    with suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_text(path: Path, content: str) -> None:
     """Write UTF-8 text whole; raises ``WriteFailed``."""
-    write_bytes(path, content.encode("utf-8"))
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode("utf-8"))
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:

@@ -1,7 +1,5 @@
 """Hashes of JSON content, of files and of bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable
@@ -10,22 +8,19 @@ from typing import Any
 
 
 def short_hash(content: Any) -> str:
-    """16 hex digits of the SHA-256 of JSON content; the order of keys does not matter."""
+    """Return 16 hex digits of the SHA-256 of JSON content; the order of keys does not matter."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def file_hash(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hex, read in pieces."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 of a file's bytes, in hex."""
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def bytes_hash(parts: Iterable[bytes]) -> str:
-    """16 hex digits of the SHA-256 of pieces, one after another."""
+    """Return 16 hex digits of the SHA-256 of pieces, one after another."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

@@ -1,7 +1,5 @@
 """An argument parser whose help names every default, and the types of numeric options."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,10 +9,10 @@ class _WithDefaults(argparse.HelpFormatter):
     """Adds ``(default: X)`` to the help of every option with a default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        said = "default" in (action.help or "")
-        if said or action.nargs == 0 or action.required or action.default is None:
+        named = "default" in (action.help or "")
+        if named or action.nargs == 0 or action.required or action.default is None:
             return action.help
-        if isinstance(action.default, list | tuple):  # as they are typed
+        if isinstance(action.default, list | tuple):  # as a user types them
             return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return f"{action.help} (default: %(default)s)"
 
@@ -30,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type, expected: str, holds: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """The type of an option that is a number for which ``holds`` is true, as ``expected`` says."""
+    """Return the type of an option: a number for which ``holds`` is true, as ``expected`` says."""
 
     def convert(text: str) -> Any:
         value = kind(text)
@@ -38,7 +36,7 @@ def number(kind: type, expected: str, holds: Callable[[Any], bool]) -> Callable[
             raise argparse.ArgumentTypeError(f"must be {expected}, found {text}")
         return value
 
-    convert.__name__ = kind.__name__  # argparse names it for a text that is no number
+    convert.__name__ = kind.__name__  # argparse names the type of a text that is no number
     return convert
 
 

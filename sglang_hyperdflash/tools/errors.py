@@ -1,7 +1,5 @@
 """Errors that a user can fix. Commands print them on one line and exit with code 2."""
 
-from __future__ import annotations
-
 
 class HyperDFlashError(Exception):
     """Base class; the text says what was expected, what was found and what to do."""

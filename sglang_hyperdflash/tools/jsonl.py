@@ -1,14 +1,12 @@
 """JSON lines: a reader whose errors name file and line, a writer that survives a kill."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,8 @@ from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashError
 from sglang_hyperdflash.tools.fields import shown
 
 
-def _encode(record: dict[str, Any]) -> bytes:
-    try:
-        return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
-    except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
-        return json.dumps(record).encode("ascii") + b"\n"
-
-
 def parse(line: Any, where: str) -> dict[str, Any]:
-    """The object of one line, as bytes or parsed; ``where`` is its ``file:line``.
+    """Return the object of one line, as bytes or parsed; ``where`` is its ``file:line``.
 
     Raises:
         BadRow: not UTF-8, not JSON, or not an object.
@@ -41,23 +32,23 @@ def parse(line: Any, where: str) -> dict[str, Any]:
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every line's place and bytes, None for a blank one; or the values of a JSON array.
+    """Yield every line's place and bytes, None if it is blank; or the values of a JSON array.
 
     Raises:
-        OSError: there is no such file. HyperDFlashError: it is damaged.
+        OSError: there is no such file.
+        HyperDFlashError: the file is damaged.
     """
     with path.open("rb") as file:
-        opened = gzip.open if file.read(2) == b"\x1f\x8b" else open
+        opener = gzip.open if file.read(2) == b"\x1f\x8b" else open
     try:
-        with opened(path, "rb") as file:
+        with opener(path, "rb") as file:
             lines: Iterable[bytes] = file
             if file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-                lines = io.BytesIO(whole := file.read())
-                with suppress(ValueError, RecursionError):  # of lines, the first no object
-                    values = enumerate(json.loads(whole), 1)
-                    yield from (
-                        (f"{path}, row {n}", b"null" if v is None else v) for n, v in values
-                    )
+                lines = io.BytesIO(content := file.read())
+                # What is no JSON array is lines, of which the first is no object.
+                with suppress(ValueError, RecursionError):
+                    for n, value in enumerate(json.loads(content), 1):
+                        yield f"{path}, row {n}", b"null" if value is None else value
                     return
             for number, line in enumerate(lines, 1):
                 yield f"{path}:{number}", line if line.strip() else None
@@ -66,17 +57,18 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object of a file and its place; raises as :func:`file_rows` and :func:`parse`."""
+    """Yield every object of a file and its place; raise as :func:`file_rows` and :func:`parse`."""
     return ((where, parse(v, where)) for where, v in file_rows(path) if v is not None)
 
 
-class ResumableWriter:
+class ResumableWriter(AbstractContextManager):
     """Appends JSON objects to a file; the file of a killed run is reopened and continued.
 
     A last line without a newline was cut by a kill: it is dropped. A damaged byte elsewhere is
     noticed only where it breaks the JSON. Two processes must be kept apart by ``ownership``.
 
     Args:
+        path: the file; its folder is made.
         see: called with each record that the file holds; none is kept in memory.
 
     Attributes:
@@ -90,7 +82,7 @@ class ResumableWriter:
     def __init__(self, path: Path, see: Callable[[dict[str, Any]], None]) -> None:
         self.path = path
         self.torn: int | None = None
-        whole = 0
+        length = 0  # of the whole lines, in bytes
         if path.is_file():
             with path.open("rb") as file:
                 for number, line in enumerate(file, 1):
@@ -99,12 +91,12 @@ class ResumableWriter:
                         break
                     if line.strip():
                         see(parse(line, f"{path}:{number}"))
-                    whole += len(line)
+                    length += len(line)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
             if self.torn:
-                os.ftruncate(self._file.fileno(), whole)
+                os.ftruncate(self._file.fileno(), length)
         except OSError as error:
             raise write_failed(path, error) from error
 
@@ -114,24 +106,25 @@ class ResumableWriter:
         Raises:
             WriteFailed: the disk is full; the lines before are whole.
         """
-        line = _encode(record)
-        end = os.fstat(self._file.fileno()).st_size
         try:
-            written = 0
-            while written < len(line):
-                written += os.write(self._file.fileno(), line[written:])
+            line = json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
+        except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
+            line = json.dumps(record).encode("ascii") + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[os.write(self._file.fileno(), line) :]
         except BaseException as error:
-            os.ftruncate(self._file.fileno(), end)
+            os.ftruncate(self._file.fileno(), size)
             if isinstance(error, OSError):
                 raise write_failed(self.path, error) from error
             raise
 
     def flush(self) -> None:
-        """Have all lines on the disk.
+        """Flush all lines to the disk.
 
         Raises:
-            WriteFailed: they are not there; some network file systems say only now that they are
-                full.
+            WriteFailed: they are not; some network file systems say only now that they are full.
         """
         try:
             os.fsync(self._file.fileno())
@@ -143,9 +136,6 @@ class ResumableWriter:
         if not self._file.closed:
             with self._file:
                 self.flush()
-
-    def __enter__(self) -> ResumableWriter:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

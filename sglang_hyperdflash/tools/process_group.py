@@ -4,40 +4,35 @@ A parent-death signal (``prctl(PR_SET_PDEATHSIG)``) would not do: it reaches one
 the starting *thread* ends, and SGLang's own children ask for theirs after seconds of imports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from subprocess import DEVNULL, PIPE, Popen
 from types import FrameType
+from typing import Any
 
-# Reads the group's id, then waits for the end of its input: it ends with whoever holds the other
-# end, however that process ends. What stops a whole session or cgroup sends SIGTERM here, too.
+# The shell reads the group's id, then waits for the end of its input, which comes when the process
+# that holds the other end of the pipe ends, however it ends. What stops a whole session or cgroup
+# sends SIGTERM to the shell, too.
 GUARD = """trap '' HUP INT TERM
 read -r group || exit 0
 read -r _
 kill -s KILL -- "-$group" 2>/dev/null"""
-ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class GroupGuard:
     """Kills one process group when asked to, or when this process ends, by SIGKILL too.
 
-    A shell of a few hundred KiB in a session of its own, which no signal to the command reaches.
+    It is a shell of a few hundred KiB in its own session, which no signal to the command reaches.
     """
 
     def __init__(self) -> None:
-        self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        streams = {"stdin": PIPE, "stdout": DEVNULL, "stderr": DEVNULL}
+        self._shell = Popen(["/bin/sh", "-c", GUARD], **streams, start_new_session=True)
         self._group: int | None = None
         _guards.add(self)
 
@@ -49,11 +44,10 @@ class GroupGuard:
 
     def kill(self) -> None:
         """Kill the group, or nothing if none is watched, and end the guard. Repeating is safe."""
-        if self._shell.returncode is None:
-            if self._group is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._group, signal.SIGKILL)
-            self._shell.kill()
+        if self._group is not None and self._shell.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
+        self._shell.kill()
         self._shell.stdin.close()
         self._shell.wait()
 
@@ -62,7 +56,7 @@ _guards: weakref.WeakSet[GroupGuard] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """A forked child would keep the guards' pipes open, and its parent's servers with them."""
+    """Close the guards' pipes, which a forked child would keep open, and servers with them."""
     for guard in _guards:
         guard._shell.stdin.close()
 
@@ -70,25 +64,32 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
+def _replaceable(*numbers: int) -> dict[int, Any]:
+    """Return the handlers of those signals that may get another handler for a while.
+
+    An ignored signal (``nohup``) stays ignored. Outside the main thread, where no handler runs,
+    nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    return {n: handler for n, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+
+
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
     """Answer SIGINT, SIGTERM and SIGHUP after the block: it starts a process and takes hold of it.
 
-    Does nothing outside the main thread, where no handler runs.
+    The new process ignores what is ignored here.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     arrived: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    # What is ignored stays so, here and in the new process; that one does not inherit a handler.
-    before = {number: old for number, old in before.items() if old not in (None, signal.SIG_IGN)}
-    for number in before:
+    handlers = _replaceable(signal.SIGINT, *ENDING)
+    for number in handlers:
         signal.signal(number, lambda number, _: arrived.append(number))
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         for number in arrived:
             signal.raise_signal(number)
@@ -96,47 +97,43 @@ def signals_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_noted(note: Callable[[], None]) -> Iterator[None]:
-    """Call ``note`` at the first SIGTERM, for work that chooses where it ends; the next one ends it
-    as before. Does nothing where SIGTERM is ignored, or outside the main thread.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    main = threading.current_thread() is threading.main_thread()
-    if not main or before in (None, signal.SIG_IGN):
-        yield
-        return
+    """Call ``note`` at the first SIGTERM, for work that chooses where it ends.
 
-    def first(number: int, _frame: FrameType | None) -> None:
-        signal.signal(number, before)
+    The second SIGTERM is handled as before the block.
+    """
+    handler = _replaceable(signal.SIGTERM).get(signal.SIGTERM)
+
+    def note_first(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, handler)
         note()
 
-    signal.signal(signal.SIGTERM, first)
+    if handler is not None:
+        signal.signal(signal.SIGTERM, note_first)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is first:
-            signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is note_first:
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end a command as Ctrl-C does: with its clean-up, exit code 128 + n.
 
-    A signal that is ignored (``nohup``) stays ignored. After the command a signal ends the process
-    at once: an exception would be raised in the middle of Python's shutdown. Outside the main
-    thread, where no handler runs, nothing changes.
+    After the command a signal ends the process at once: an exception would be raised in the middle
+    of Python's shutdown.
     """
-    main = threading.current_thread() is threading.main_thread()
-    ours = [n for n in ENDING if main and signal.getsignal(n) is signal.SIG_DFL]
-    for number in ours:
+    numbers = [n for n, handler in _replaceable(*ENDING).items() if handler is signal.SIG_DFL]
+    for number in numbers:
         signal.signal(number, _exit)
     try:
         yield
     finally:
-        for number in ours:
+        for number in numbers:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:
-    for other in ENDING:  # the clean-up is not interrupted
-        signal.signal(other, signal.SIG_IGN)
+    for ending in ENDING:  # the clean-up is not interrupted
+        signal.signal(ending, signal.SIG_IGN)
     raise SystemExit(128 + number)

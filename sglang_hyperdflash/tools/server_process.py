@@ -1,7 +1,5 @@
 """Start and stop real SGLang servers as child processes, for the demo, tools and tests."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -11,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
+from typing import Self
 
 import requests
 
@@ -26,7 +25,7 @@ API_KEY = "HYPERDFLASH_API_KEY"
 
 
 def free_port() -> int:
-    """A random unused port on loopback."""
+    """Return a random unused port on loopback."""
     while True:
         port = random.SystemRandom().choice(SERVER_PORTS)
         with suppress(OSError), socket.socket() as probe:
@@ -34,29 +33,21 @@ def free_port() -> int:
             return port
 
 
-def _bypass_proxies() -> None:
-    """Reach servers on loopback directly, here and from their own warm-up."""
-    for name in ("no_proxy", "NO_PROXY"):
-        hosts = os.environ.get(name, "")
-        if "127.0.0.1" not in hosts.split(","):
-            os.environ[name] = ",".join(filter(None, [hosts, "127.0.0.1", "localhost"]))
-
-
 def reason_of(text: str) -> str:
-    """What the body of a server's refusal says, without the JSON around it."""
+    """Return what the body of a server's refusal says, without the JSON around it."""
     try:
-        said = json.loads(text)
+        reason = json.loads(text)
     except ValueError:
         return text[:300]
-    if isinstance(said, dict):
-        said = said.get("error", said)
-    if isinstance(said, dict):
-        said = said.get("message") or said.get("detail") or said
-    return str(said)
+    if isinstance(reason, dict):
+        reason = reason.get("error", reason)
+    if isinstance(reason, dict):
+        reason = reason.get("message") or reason.get("detail") or reason
+    return str(reason)
 
 
 def key_headers() -> dict[str, str]:
-    """Headers of every request to a server, which may want a key."""
+    """Return the headers of every request to a server, which may want a key."""
     return {"Authorization": f"Bearer {os.environ[API_KEY]}"} if os.environ.get(API_KEY) else {}
 
 
@@ -72,18 +63,19 @@ def add_key_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", action=_KeyOption, help=text)
 
 
-class Server:
+class Server(AbstractContextManager):
     """``python -m sglang.launch_server`` on loopback; a context manager.
 
     It leads a process group that ends with this process, however this one ends.
 
     Args:
-        model: target folder or hub id. args: further command-line arguments.
+        model: target folder or hub id.
+        args: further command-line arguments.
         log: file that receives the server's output, after what earlier servers wrote there; None:
             this process's standard error.
         launcher: the launch command; ``("sglang", "serve")`` is the alternative.
         threads: OpenMP threads of the server's processes (CPU); None leaves the environment.
-        environment: variables of its own. Without an accelerator it runs on the CPU platform.
+        environment: its own variables. Without an accelerator it runs on the CPU platform.
         port: its port; None for any free one.
         start: starts the process, called as ``subprocess.Popen`` is. Tests start many servers and
             fork them from a process that has done the imports.
@@ -105,7 +97,11 @@ class Server:
         self.log = log
         self.command = [*launcher, "--model-path", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *map(str, args)]
-        _bypass_proxies()
+        # No proxy for loopback, here and in the server's own warm-up.
+        for name in ("no_proxy", "NO_PROXY"):
+            hosts = os.environ.get(name, "")
+            if "127.0.0.1" not in hosts.split(","):
+                os.environ[name] = ",".join(filter(None, [hosts, "127.0.0.1", "localhost"]))
         env = {CPU_PLATFORM: "1", **os.environ, **(environment or {})}
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
@@ -115,17 +111,18 @@ class Server:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 sink = stack.enter_context(log.open("ab"))
                 self._log_start = sink.tell()
-            options = {"stdout": sink, "stderr": sink, "env": env, "start_new_session": True}
             stack.enter_context(signals_deferred())
             self._guard = GroupGuard()
             try:
-                self.process = start(self.command, **options)
+                self.process = start(
+                    self.command, stdout=sink, stderr=sink, env=env, start_new_session=True
+                )
                 self._guard.watch(self.process.pid)
             except BaseException:
                 self._guard.kill()
                 raise
 
-    def wait(self, timeout: float = 300.0) -> Server:
+    def wait(self, timeout: float = 300.0) -> Self:
         """Block until ``/health`` answers; raise ``ServerFailed`` with the log's end."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -141,16 +138,16 @@ class Server:
         raise ServerFailed(f"server not ready after {timeout:.0f} s:\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines of this server's log."""
+        """Return the last lines of this server's log."""
         content = self.log.read_bytes() if self.log and self.log.is_file() else b""
         text = content[self._log_start :].decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def generate(self, timeout: float = 600.0, **payload):
-        """POST ``/generate`` (SGLang's native API) and return its JSON; raises on HTTP errors."""
-        answer = requests.post(f"{self.url}/generate", json=payload, timeout=timeout)
-        answer.raise_for_status()
-        return answer.json()
+        """POST ``/generate`` (SGLang's native API) and return its JSON; raise on HTTP errors."""
+        reply = requests.post(f"{self.url}/generate", json=payload, timeout=timeout)
+        reply.raise_for_status()
+        return reply.json()
 
     def stop(self, patience: float = 3.0) -> None:
         """End the server and every process it started, by force after ``patience`` seconds."""
@@ -164,27 +161,19 @@ class Server:
             self.process.kill()
             self.process.wait()
 
-    def __enter__(self) -> Server:
-        return self
-
     def __exit__(self, *exception) -> None:
         self.stop()
 
 
 def comparable_arguments(tokens: int = 16384, log_level: str = "warning") -> tuple[str, ...]:
-    """Arguments of a tiny server whose answers are compared; its target chooses fp32 or bf16.
+    """Return arguments of a tiny server whose answers are compared, in its target's own dtype.
 
-    Args:
-        tokens: K/V slots.
+    ``tokens`` is the number of K/V slots.
     """
     return ("--max-total-tokens", str(tokens), "--sleep-on-idle", "--log-level", log_level)
 
 
 def hyperdflash_arguments(draft: str | Path) -> tuple[str, ...]:
-    """The command-line arguments that turn HYPERDFLASH on."""
-    return (
-        "--speculative-algorithm",
-        "HYPERDFLASH",
-        "--speculative-draft-model-path",
-        str(draft),
-    )
+    """Return the command-line arguments that turn HYPERDFLASH on."""
+    algorithm = ("--speculative-algorithm", "HYPERDFLASH")
+    return (*algorithm, "--speculative-draft-model-path", str(draft))

@@ -8,40 +8,28 @@
 Seeds below 1000 give training problems, all others held-out ones. No problem is in both halves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain, zip_longest
 from random import Random
 
 from exchanges import arithmetic, lists, orders, programs, quantities, records, texts
-from exchanges.base import FIRST_HELD_OUT_SEED, Exchange, Family, Message, is_held_out
+from exchanges.base import FIRST_HELD_OUT_SEED, Exchange, Family
 
-__all__ = [
-    "FAMILIES",
-    "FIRST_HELD_OUT_SEED",
-    "KINDS",
-    "Exchange",
-    "Family",
-    "Message",
-    "generate",
-    "in_turn",
-    "is_held_out",
-    "is_right",
-]
-
-GROUPS = (arithmetic, quantities, lists, records, programs, texts, orders)
-FAMILIES: dict[str, Family] = {family.name: family for group in GROUPS for family in group.FAMILIES}
-# Three kinds of text, as benchmarks are told apart by.
-KINDS: dict[str, tuple[str, ...]] = {
-    kind: tuple(family.name for group in groups for family in group.FAMILIES)
-    for kind, groups in {
-        "math": (arithmetic, quantities, lists),
-        "code": (records, programs),
-        "chat": (texts, orders),
-    }.items()
+# The three kinds of text that benchmarks distinguish.
+_FAMILIES_OF_KIND = {
+    "math": (*arithmetic.FAMILIES, *quantities.FAMILIES, *lists.FAMILIES),
+    "code": (*records.FAMILIES, *programs.FAMILIES),
+    "chat": (*texts.FAMILIES, *orders.FAMILIES),
 }
+KINDS = {kind: tuple(f.name for f in families) for kind, families in _FAMILIES_OF_KIND.items()}
+FAMILIES = {family.name: family for families in _FAMILIES_OF_KIND.values() for family in families}
 MOST_REPEATS = 200  # problems drawn again in a row before a family counts as used up
+
+
+def _family(name: str) -> Family:
+    if name not in FAMILIES:
+        raise ValueError(f"no family {name!r}; there are {', '.join(FAMILIES)}.")
+    return FAMILIES[name]
 
 
 def generate(
@@ -52,49 +40,47 @@ def generate(
     The seed and a family's name alone decide its exchanges.
 
     Args:
+        families: names of families; all families if it is empty.
         or_all: a family with fewer problems gives all that it has.
 
     Raises:
         ValueError: a family is unknown or, without ``or_all``, has too few problems.
     """
-    for name in families or tuple(FAMILIES):
-        if name not in FAMILIES:
-            raise ValueError(f"no family {name!r}; there are {', '.join(FAMILIES)}.")
-        rng, seen, repeats = Random(f"{seed}/{name}"), set(), 0
-        while len(seen) < per_family:
-            exchange = FAMILIES[name].draw(rng, held_out=seed >= FIRST_HELD_OUT_SEED)
-            repeats = repeats + 1 if exchange.key in seen else 0
+    for name in families or FAMILIES:
+        family, rng, keys, repeats = _family(name), Random(f"{seed}/{name}"), set(), 0
+        while len(keys) < per_family:
+            exchange = family.draw(rng, held_out=seed >= FIRST_HELD_OUT_SEED)
+            if exchange.key not in keys:
+                keys.add(exchange.key)
+                yield exchange
+                repeats = 0
+                continue
+            repeats += 1
             if repeats == MOST_REPEATS:
                 if or_all:
                     break
                 raise ValueError(
-                    f"family {name!r} has only about {len(seen)} problems in this half; "
+                    f"family {name!r} has only about {len(keys)} problems in this half; "
                     f"{per_family} were asked for. Ask for fewer."
                 )
-            if not repeats:
-                seen.add(exchange.key)
-                yield exchange
 
 
 def in_turn(
     seed: int, per_family: int, families: tuple[str, ...], *, or_all: bool = False
 ) -> Iterator[Exchange]:
-    """What ``generate`` yields, but the families in turn: the first few are of all of them."""
-    drawn = (generate(seed, per_family, (name,), or_all=or_all) for name in families)
-    return filter(None, chain.from_iterable(zip_longest(*drawn)))
+    """Yield what ``generate`` yields, one exchange of each family after another."""
+    streams = (generate(seed, per_family, (name,), or_all=or_all) for name in families)
+    return filter(None, chain.from_iterable(zip_longest(*streams)))
 
 
 def is_right(prompt: dict, reply: str) -> bool:
-    """Whether a reply to a prompt of a file is right.
+    """Return whether a reply to a prompt of a file is right.
+
+    Raises ``ValueError`` for an unknown family.
 
     Args:
         prompt: ``kind`` (the family), ``messages``, ``answer`` and, for code, ``header``.
-
-    Raises:
-        ValueError: there is no such family.
     """
-    family = prompt["kind"]
-    if family not in FAMILIES:
-        raise ValueError(f"no family {family!r}; there are {', '.join(FAMILIES)}.")
-    exchange = Exchange(family, "", (), prompt["answer"], prompt.get("header", ""))
-    return FAMILIES[family].is_right(exchange, reply)
+    family = _family(prompt["kind"])
+    exchange = Exchange(family.name, "", (), prompt["answer"], prompt.get("header", ""))
+    return family.is_right(exchange, reply)

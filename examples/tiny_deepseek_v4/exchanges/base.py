@@ -1,11 +1,9 @@
 """What an exchange is, and which half of the problems it belongs to.
 
-An exchange is a problem (drawn from a family), put into words, with its computed answer. The
-problem has a canonical form, its ``key``, which leaves the words out. A hash of family and key
-decides whether the problem is held out, so no phrasing of a held-out problem is ever trained on.
+An exchange is a problem drawn from a family, put into words, with its computed answer. The problem
+has a canonical form, its ``key``, which leaves the words out. A hash of family and key decides
+whether the problem is held out, so no phrasing of a held-out problem is ever trained on.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -56,7 +54,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a family's ``make`` returns; see :class:`Exchange` for the fields."""
+    """What a family's ``make`` returns; :class:`Exchange` documents the fields."""
 
     key: str
     turns: tuple[str, ...]
@@ -69,10 +67,10 @@ class Family:
     """A kind of problem.
 
     Attributes:
-        name: short, stable; part of the hash that holds problems out.
+        name: short and stable; part of the hash that holds problems out.
         make: draws one problem and one wording of it from a random stream.
-        read: finds the final answer in a reply (``None`` when there is none). It gets the
-            exchange too, for what the prompt has fixed (the line that code continues).
+        read: finds the final answer in a reply, ``None`` without one. It gets the exchange too, for
+            what the prompt has fixed (the line that code continues).
     """
 
     name: str
@@ -81,64 +79,60 @@ class Family:
 
     def draw(self, rng: Random, *, held_out: bool) -> Exchange:
         """Draw problems until one belongs to the wanted half."""
-        while True:
+        draft = self.make(rng)
+        while is_held_out(self.name, draft.key) != held_out:
             draft = self.make(rng)
-            if is_held_out(self.name, draft.key) == held_out:
-                return self._exchange(draft)
+        roles = ("user", "assistant")
+        messages = ({"role": roles[i % 2], "content": turn} for i, turn in enumerate(draft.turns))
+        return Exchange(self.name, draft.key, tuple(messages), draft.answer, draft.header)
 
     def is_right(self, exchange: Exchange, reply: str) -> bool:
-        """Whether the reply's final answer is the exchange's."""
+        """Return whether the reply's final answer is the exchange's."""
         return self.read(reply, exchange) == exchange.answer
-
-    def _exchange(self, draft: Draft) -> Exchange:
-        roles = ("user", "assistant")
-        messages = tuple(
-            {"role": roles[i % 2], "content": content} for i, content in enumerate(draft.turns)
-        )
-        return Exchange(self.name, draft.key, messages, draft.answer, draft.header)
 
 
 def is_held_out(family: str, key: str) -> bool:
-    """Whether a problem is held out: one in eight, by a hash of its canonical form alone."""
+    """Return whether a problem is held out: one in eight, by a hash of its canonical form alone."""
     digest = hashlib.sha256(f"{family}\x00{key}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_MODULUS == 0
 
 
 def wording(rng: Random, problem: str, **values: object) -> str:
-    """One of the texts of ``WORDINGS[problem]``, drawn at random and filled in."""
+    """Draw one of the texts of ``WORDINGS[problem]`` and fill it in."""
     return rng.choice(WORDINGS[problem]).format(**values)
 
 
-def worked(steps: Sequence[str], answer: str) -> str:
-    """A reply: the working, one line per step, then the answer on its own line."""
-    return "\n".join([*steps, ANSWER + answer])
+def worked(key: str, question: str, steps: Sequence[str], answer: str) -> Draft:
+    """Return a problem whose reply is one line per step, then the answer on its own line."""
+    reply = "\n".join([*steps, ANSWER + answer])
+    return Draft(key, (question, reply), answer.strip('"').lower())
 
 
-def final_line(reply: str) -> str | None:
-    """What follows the last ``Answer:``, to the end of its line."""
-    _, found, tail = reply.rpartition(ANSWER.strip())
-    return tail.strip().split("\n")[0].strip().rstrip(".") if found else None
+def final_line(reply: str) -> str:
+    """Return what follows the last ``Answer:``, to the end of its line; empty without one."""
+    _, marker, tail = reply.rpartition(ANSWER.strip())
+    return tail.strip().split("\n")[0].strip().rstrip(".") if marker else ""
 
 
-def read_number(reply: str, _exchange: Exchange | None = None) -> str | None:
-    """The first whole number of the final answer, whatever unit follows it."""
-    line = final_line(reply)
-    number = re.search(r"-?\d+", line) if line else None
-    return str(int(number.group())) if number else None
+def reader(normalise: Callable[[str], str]) -> Callable[[str, Exchange], str | None]:
+    """Return a ``read``: it gives the final answer in a normal form, None if that is empty."""
+    return lambda reply, _exchange: normalise(final_line(reply)) or None
 
 
-def read_line(reply: str, _exchange: Exchange | None = None) -> str | None:
-    """The final answer as words, whatever its case and spaces."""
-    line = final_line(reply)
-    return " ".join(line.lower().split()) if line else None
+# The first whole number, whatever unit follows it.
+read_int = reader(lambda line: next((str(int(n)) for n in re.findall(r"-?\d+", line)), ""))
+# Words, whatever their case and spaces.
+read_line = reader(lambda line: " ".join(line.lower().split()))
+# A value without quotes.
+read_value = reader(lambda line: line.strip('"').lower())
+# A list, split at commas; its order counts.
+read_list = reader(lambda line: ", ".join(item.strip().lower() for item in line.split(",")))
+# A list, split at spaces or commas; its order counts.
+read_items = reader(lambda line: " ".join(line.lower().replace(",", " ").split()))
+# The same, but its order does not count.
+read_set = reader(lambda line: " ".join(sorted(line.lower().replace(",", " ").split())))
 
 
-def read_list(reply: str, _exchange: Exchange | None = None) -> str | None:
-    """The final answer as a list, split at commas; its order counts."""
-    line = final_line(reply)
-    return ", ".join(part.strip().lower() for part in line.split(",")) if line else None
-
-
-def read_text(reply: str, _exchange: Exchange | None = None) -> str | None:
-    """The whole reply without spaces at its lines' ends, where the answer is a text."""
+def read_text(reply: str, _exchange: Exchange) -> str | None:
+    """Return the whole reply, which is the answer, without spaces at its lines' ends."""
     return "\n".join(line.rstrip() for line in reply.strip().split("\n")) or None

@@ -1,28 +1,29 @@
 """Order-taking dialogues: the order is kept, changed and added up."""
 
-from __future__ import annotations
-
 from random import Random
 
 from exchanges.base import Draft, Exchange, Family, wording
 from exchanges.words import DRINKS
 
-ASK = "Anything else?"
-THANKS = "Thank you!"
 
-
-def listed(order: dict[str, int]) -> str:
+def state(order: dict[str, int]) -> str:
+    """Return the items of an order with their numbers."""
     return ", ".join(f"{number} {item}" for item, number in order.items())
 
 
+def repeated(order: dict[str, int]) -> str:
+    """Return the waiter's reply before the order is complete."""
+    return f"You have {state(order)}. Anything else?"
+
+
 def bill(order: dict[str, int], prices: dict[str, int]) -> str:
-    """The last reply: one line per item, then the sum of two, and the total."""
+    """Return the last reply: one line per item, then the sum of two, and the total."""
     costs = {item: number * prices[item] for item, number in order.items()}
     lines = [f"{n} {item}: {n}*{prices[item]}={costs[item]}" for item, n in order.items()]
     total = sum(costs.values())
     if len(costs) > 1:
         lines.append(f"{'+'.join(map(str, costs.values()))}={total}")
-    return "\n".join([*lines, f"Total: {total} dollars. {THANKS}"])
+    return "\n".join([*lines, f"Total: {total} dollars. Thank you!"])
 
 
 def change(rng: Random, order: dict[str, int], menu: list[str]) -> str:
@@ -49,31 +50,29 @@ def order_dialogue(rng: Random) -> Draft:
     prices = {item: rng.randint(2, 6) for item in menu}
     order = {item: rng.randint(1, 4) for item in rng.sample(menu, rng.randint(1, 2))}
     wish = " and ".join(f"{number} {item}" for item, number in order.items())
-    shown = ", ".join(f"{item} {price}" for item, price in prices.items())
-    opening = wording(rng, "order", wish=wish)
-    turns = [f"Menu: {shown}.\n{opening}"]
-    paying = rng.random() < 0.5
-    for _ in range(rng.randint(0, 1)):
-        turns.append(f"You have {listed(order)}. {ASK}")
-        turns.append(change(rng, order, menu))
-    key = f"{shown} {wish} {listed(order)} {len(turns)}"
-    if paying:
-        turns.append(f"You have {listed(order)}. {ASK}")
-        turns.append(rng.choice(("No, that is all.", "That is all, thanks.", "What does it cost?")))
-        total = sum(number * prices[item] for item, number in order.items())
-        return Draft(f"bill {key}", (*turns, bill(order, prices)), f"{total} dollars")
-    return Draft(f"state {key}", (*turns, f"You have {listed(order)}. {ASK}"), listed(order))
+    price_list = ", ".join(f"{item} {price}" for item, price in prices.items())
+    turns = [f"Menu: {price_list}.\n{wording(rng, 'order', wish=wish)}"]
+    pays = rng.random() < 0.5
+    if rng.randint(0, 1):
+        turns += [repeated(order), change(rng, order, menu)]
+    key = f"{price_list} {wish} {state(order)} {len(turns)}"
+    turns.append(repeated(order))
+    if not pays:
+        return Draft(f"state {key}", tuple(turns), state(order))
+    turns.append(rng.choice(("No, that is all.", "That is all, thanks.", "What does it cost?")))
+    total = sum(number * prices[item] for item, number in order.items())
+    return Draft(f"bill {key}", (*turns, bill(order, prices)), f"{total} dollars")
 
 
 def read_order(reply: str, exchange: Exchange) -> str | None:
-    """The total of a bill, or the items of a repeated order in any order."""
+    """Return the total of a bill, or the items of a repeated order in any order."""
     if exchange.answer.endswith("dollars"):
-        _, found, tail = reply.rpartition("Total:")
-        return tail.split(".")[0].strip() if found else None
-    _, found, tail = reply.rpartition("You have ")
-    items = [part.strip() for part in tail.split(".")[0].split(",")]
+        _, marker, tail = reply.rpartition("Total:")
+        return tail.split(".")[0].strip() if marker else None
+    _, marker, tail = reply.rpartition("You have ")
+    items = [item.strip() for item in tail.split(".")[0].split(",")]
     right = exchange.answer.split(", ")
-    return exchange.answer if found and sorted(items) == sorted(right) else ", ".join(items)
+    return exchange.answer if marker and sorted(items) == sorted(right) else ", ".join(items)
 
 
 FAMILIES = (Family("order", order_dialogue, read_order),)

@@ -1,29 +1,17 @@
 """Units and dates: a rule is stated, then applied."""
 
-from __future__ import annotations
-
 from random import Random
 
 from exchanges.base import Draft, Family, read_line, wording, worked
 from exchanges.words import DAYS, MONTHS
 
 # (larger unit, smaller unit, how many of the smaller make one of the larger)
-DECIMAL_UNITS = (
-    ("km", "m", 1000),
-    ("kg", "g", 1000),
-    ("m", "cm", 100),
-    ("cm", "mm", 10),
-    ("l", "ml", 1000),
-    ("dollars", "cents", 100),
-)
-COUNTED_UNITS = (
-    ("hours", "minutes", 60),
-    ("minutes", "seconds", 60),
-    ("weeks", "days", 7),
-    ("feet", "inches", 12),
-    ("days", "hours", 24),
-    ("years", "months", 12),
-)
+# fmt: off
+DECIMAL_UNITS = (("km", "m", 1000), ("kg", "g", 1000), ("m", "cm", 100),
+                 ("cm", "mm", 10), ("l", "ml", 1000), ("dollars", "cents", 100))
+COUNTED_UNITS = (("hours", "minutes", 60), ("minutes", "seconds", 60), ("weeks", "days", 7),
+                 ("feet", "inches", 12), ("days", "hours", 24), ("years", "months", 12))
+# fmt: on
 
 
 def units(rng: Random) -> Draft:
@@ -33,16 +21,16 @@ def units(rng: Random) -> Draft:
     else:
         large, small, factor = rng.choice(COUNTED_UNITS)
         amount = rng.randint(2, 9)
-    rule = f"1 {large} = {factor} {small}"
+    small_amount = amount * factor
     if rng.random() < 0.5:
-        given, wanted, step = (amount, large), (amount * factor, small), f"{amount}*{factor}"
+        (number, unit), (result, result_unit) = (amount, large), (small_amount, small)
+        step = f"{amount}*{factor}={small_amount}"
     else:
-        given, wanted = (amount * factor, small), (amount, large)
-        step = f"{amount * factor}/{factor}"
-    question = wording(rng, "units", number=given[0], unit=given[1], wanted=wanted[1])
-    answer = f"{wanted[0]} {wanted[1]}"
-    reply = worked([rule, f"{step}={wanted[0]}"], answer)
-    return Draft(f"{given[0]} {given[1]} {wanted[1]}", (question, reply), answer)
+        (number, unit), (result, result_unit) = (small_amount, small), (amount, large)
+        step = f"{small_amount}/{factor}={amount}"
+    question = wording(rng, "units", number=number, unit=unit, wanted=result_unit)
+    steps = [f"1 {large} = {factor} {small}", step]
+    return worked(f"{number} {unit} {result_unit}", question, steps, f"{result} {result_unit}")
 
 
 def dates(rng: Random) -> Draft:
@@ -57,7 +45,7 @@ def dates(rng: Random) -> Draft:
     else:
         question = wording(rng, "date in digits", words=words)
         step, answer = f"{MONTHS[month - 1]} is month {month:02d}", digits
-    return Draft(f"{kind} {digits}", (question, worked([step], answer)), answer.lower())
+    return worked(f"{kind} {digits}", question, [step], answer)
 
 
 def weekday(rng: Random, kind: str) -> Draft:
@@ -65,10 +53,9 @@ def weekday(rng: Random, kind: str) -> Draft:
     sign = 1 if kind == "after" else -1
     today = DAYS[start]
     question = wording(rng, f"weekday {kind}", count=count, today=today)
-    passed = [DAYS[(start + sign * i) % 7] for i in range(1, count + 1)]
-    counted = ", ".join(f"{i} {day}" for i, day in enumerate(passed, 1))
-    reply = worked([counted], passed[-1])
-    return Draft(f"{kind} {today} {count}", (question, reply), passed[-1].lower())
+    days = [DAYS[(start + sign * i) % 7] for i in range(1, count + 1)]
+    counted = ", ".join(f"{i} {day}" for i, day in enumerate(days, 1))
+    return worked(f"{kind} {today} {count}", question, [counted], days[-1])
 
 
 FAMILIES = (Family("units", units, read_line), Family("dates", dates, read_line))

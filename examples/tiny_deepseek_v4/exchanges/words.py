@@ -1,10 +1,8 @@
 """The words that the families draw from: few and common, so that a tiny model learns them."""
 
-from __future__ import annotations
-
 
 def word_list(text: str) -> tuple[str, ...]:
-    """The words of a text."""
+    """Return the words of a text."""
     return tuple(text.split())
 
 

@@ -21,7 +21,7 @@ def test_prompts_of_all_kinds_are_the_same_every_time(script, monkeypatch, tmp_p
         corpus.write(tmp_path / name, per_kind=2, held_out=1)
     files = {path.stem: path.read_text() for path in (tmp_path / "first").iterdir()}
     assert files == {path.stem: path.read_text() for path in (tmp_path / "again").iterdir()}
-    kinds = {f"held_out_{kind}" for kind in corpus.KINDS}
+    kinds = {f"held_out_{kind}" for kind in corpus.WEIGHTS}
     assert set(files) == {"greedy", "sampled", *kinds}
     lines = {name: list(map(json.loads, text.splitlines())) for name, text in files.items()}
     assert [len(lines[name]) for name in ("greedy", "sampled")] == [5, 5]

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from eval.identity import differences, question, read_gaps, verdict
-from eval.methods import BASELINE, NOISE, drafting, is_hyperdflash
+from eval.methods import BASELINE, COPYING, NOISE, drafting, is_hyperdflash
 from eval.runner import Cell, Unit, is_whole, read_run, read_units
 from sglang_hyperdflash.tools import acceptance
 
@@ -195,13 +195,15 @@ def noise_range(rows: Sequence[Row], setting: Row) -> list[float] | None:
 
 
 def comparisons(rows: Sequence[Row], summaries: Sequence[Row]) -> list[Row]:
-    """Each of our methods against each other one in each setting, ``[ours, rival's]`` each.
+    """Each of our methods against each rival in each setting, ``[ours, rival's]`` each.
 
-    ``tau`` is over all rounds, its interval paired over prompts; ``speedup`` is the mean of the
-    benchmarks; ``noise`` is the baseline's speedup over itself.
+    A method with copies is compared with the one without as well. ``tau`` is over all rounds, its
+    interval paired over prompts; ``speedup`` is the mean of the benchmarks; ``noise`` is the
+    baseline's speedup over itself.
     """
     methods, entries = drafting(row["method"] for row in rows), []
-    pairs = product(filter(is_hyperdflash, methods), filterfalse(is_hyperdflash, methods))
+    pairs = list(product(filter(is_hyperdflash, methods), filterfalse(is_hyperdflash, methods)))
+    pairs += [pair for pair in COPYING.items() if {*pair} <= {*methods}]
     for setting, pair in product(settings_of(rows), pairs):
         overall = [select(summaries, setting, method)[0] for method in pair]
         taus, speedups = ([entry[name] for entry in overall] for name in ("tau", "mean_speedup"))

@@ -75,6 +75,10 @@ def is_hyperdflash(method: str) -> bool:
     return method.startswith("hyperdflash")
 
 
+# Methods with copies, and the same without.
+COPYING = {"hyperdflash-copies": "hyperdflash6", "hyperdflash2-copies": "hyperdflash2"}
+
+
 def drafting(methods: Iterable[str]) -> list[str]:
     """The methods that draft, once each, in their order."""
     return [m for m in dict.fromkeys(methods) if m not in (BASELINE, NOISE)]

@@ -130,6 +130,13 @@ def test_a_speedup_counts_only_outside_of_the_noise_floor():
     assert report.speedup_verdict({"speedup": [2.0, 1.0], "noise": None}) != "higher"
 
 
+def test_copies_are_compared_with_the_same_method_without_them():
+    names = ("hyperdflash6", "hyperdflash-copies", "hyperdflash2")
+    rows = [result(name, "gsm8k", 3.0, 2.0) for name in names]
+    (entry,) = aggregate.comparisons(rows, aggregate.summaries(rows))
+    assert (entry["ours"], entry["rival"]) == ("hyperdflash-copies", "hyperdflash6")
+
+
 def test_nothing_is_compared_with_a_failed_benchmark():
     rows = [
         result("mtp3", "gsm8k", 3.0, 2.0),

@@ -230,7 +230,7 @@ def collect(out: Path) -> Row:
     overall = summaries(rows)
     return {
         "provenance": run["provenance"],
-        "run": {k: v for k, v in run.items() if k not in ("provenance", "checksum")},
+        "run": {k: v for k, v in run.items() if k != "provenance"},
         "rows": [{k: v for k, v in row.items() if k != "counts"} for row in rows],
         "summaries": overall,
         "comparisons": comparisons(rows, overall),

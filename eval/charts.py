@@ -51,7 +51,7 @@ def line_chart(
         axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axis, (title, lines) in zip(axes, panels.items(), strict=True):
             for method, points in lines.items():
-                colour, marker = STYLES[method]
+                colour, marker = STYLES.get(method, (None, "o"))
                 xs, ys = zip(*points, strict=True)
                 axis.plot(xs, ys, color=colour, marker=marker, label=label(method))
             ticks = sorted({x for points in lines.values() for x, _ in points})

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.final_state import FinalState
+from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.training import trainer as trainer_module
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective, denominators
@@ -115,7 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     raw = json.loads((args.draft / "config.json").read_bytes())
     counts = {"bf16": count(raw), "bf16 = false": count(raw, bf16=False)}
-    args.out.write_text(json.dumps(counts, indent=1) + "\n")
+    write_json(args.out, counts, indent=1)
     print(json.dumps(counts))
 
 

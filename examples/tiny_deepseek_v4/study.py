@@ -7,8 +7,9 @@ From a checkout, with ``PYTHONPATH=.``:
 
 ``serve`` measures the accept length at three temperatures, on held-out problems and on benchmarks,
 and compares every greedy answer with the baseline's. ``speed`` measures tokens per second at one
-request at a time. Both train the drafters that are missing. ``train`` only trains, so that
-processes can share the work (``--part 1/2``); ``report`` renders a result again. All resume.
+request at a time. Both train the drafters that are missing. ``train`` only trains: once the
+target's answers are in ``--work``, processes can share it (``--part 1/2``). ``report`` renders a
+result again. All resume.
 """
 
 import argparse
@@ -202,17 +203,19 @@ def server_of(name: str, drafter: Path | None, log: Path, *options: str) -> Serv
 
 
 def pending(result: dict, seed: int, args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """Yield unmeasured variants and their drafters; exit if a measured drafter has changed."""
+    """Yield unmeasured variants and their drafters, which are trained if they are missing.
+
+    Exits if the measuring of a variant was begun with another drafter.
+    """
     weights = result.setdefault("weights", {}).setdefault(str(seed), {})
-    for name in args.variants:
+    for name in (n for n in args.variants if n not in result["seeds"].get(str(seed), {})):
         drafter = drafter_of(name, seed, args)
         digest = file_hash(drafter / "model.safetensors")
         if weights.setdefault(name, digest) != digest:
             raise SystemExit(
                 f"{name}, seed {seed}: measured with other weights. Choose another --out."
             )
-        if name not in result["seeds"].get(str(seed), {}):
-            yield name, drafter
+        yield name, drafter
 
 
 def counts_of(answers: list[dict], prompts: int) -> list[list[int]]:
@@ -377,7 +380,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         args.run(args)
-    except HyperDFlashError as error:
+    except (HyperDFlashError, FileNotFoundError) as error:
         raise SystemExit(str(error)) from error
 
 

@@ -101,10 +101,14 @@ def test_seeded_penalised_answers_are_the_baselines(pair, own_prompts, baseline)
 
 
 def first_blocks(log: Path, answers: list[dict]) -> list[list]:
-    """Of each answer's first block: position, anchor, copies, the drafter's first choices."""
+    """Of each answer's first block: position, anchor, copies, the drafter's first choices.
+
+    Without copies these are the drafts; the buffer is not written then.
+    """
     blocks: dict[str, list] = {}
     for request, place, block, copies, firsts in map(json.loads, log.read_text().splitlines()):
-        blocks.setdefault(request, [place, block[0], copies, firsts])
+        choices = firsts if copies[0] >= 0 else block[1:]
+        blocks.setdefault(request, [place, block[0], copies, choices])
     return [blocks[answer["meta_info"]["id"]] for answer in answers]
 
 

@@ -13,8 +13,6 @@ per-path and the final RMSNorm of torch); ``fc`` (the generic projection, then a
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -24,8 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
-from tests.gpu.bench_report import plot, table
 from triton_ops.graph_timing import Call, capture, interleaved, replay_us
 from triton_ops.hc_gate import hc_gate_reduce_reference
 from triton_ops.hc_gate_op import launch
@@ -42,18 +40,12 @@ def traffic_bytes(n: int, m: int, d: int, itemsize: int = 2) -> int:
     return n * (m + 1) * d * itemsize
 
 
-def load_fused_hc_head(path: str | None) -> Callable | None:
-    """SGLang's ``fused_hc_head``, from the installed package or from its unmodified file."""
-    if path is None:
-        try:
-            from sglang.kernels.ops.layernorm.mhc_head import fused_hc_head
-        except ImportError:
-            return None
-        return fused_hc_head
-    spec = importlib.util.spec_from_file_location("sglang_mhc_head", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.fused_hc_head
+def load_fused_hc_head() -> Callable | None:
+    try:
+        from sglang.kernels.ops.layernorm.mhc_head import fused_hc_head
+    except ImportError:
+        return None
+    return fused_hc_head
 
 
 class Case:
@@ -68,16 +60,15 @@ class Case:
         self.fn = torch.randn(m, m * d, **new) * (m * d) ** -0.5
         self.base, self.scale = torch.randn(m, **new), torch.ones(1, **new)
         self.path_norm, self.norm = torch.rand(m, d, **new) + 0.5, torch.ones(d, **new).bfloat16()
+        self.weights = self.fn, self.base, self.scale, self.path_norm, self.norm
         self.fused = fused
         self.fc = torch.randn(d, m * d, **new).bfloat16() * (m * d) ** -0.5
 
     def reference(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights = (self.fn, self.base, self.scale, self.path_norm, self.norm)
-        return hc_gate_reduce_reference(hidden, *weights, **EPSILONS)
+        return hc_gate_reduce_reference(hidden, *self.weights, **EPSILONS)
 
     def triton(self, i: int) -> torch.Tensor:
-        weights = (self.fn, self.base, self.scale, self.path_norm, self.norm)
-        return launch(self.hidden[i % self.sets], *weights, *EPSILONS.values())
+        return launch(self.hidden[i % self.sets], *self.weights, *EPSILONS.values())
 
     def sglang(self, i: int) -> torch.Tensor:
         paths = self.hidden[i % self.sets].view(self.n, self.m, self.d)
@@ -115,8 +106,8 @@ class Case:
         """Relative error of the served kernel against the fp32 reference on the first inputs."""
         rows = slice(0, min(self.n, 4096))
         exact = self.reference(self.hidden[0][rows].float())
-        found = torch.full_like(exact, float("nan")).copy_(self.triton(0)[rows].float())
-        return ((found - exact).norm() / exact.norm()).item()
+        result = self.triton(0)[rows].float()
+        return ((result - exact).norm() / exact.norm()).item()
 
 
 @torch.inference_mode()
@@ -137,53 +128,40 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def run(sizes: list[str], tokens: list[int], rounds: int, fused: Callable | None) -> list[dict]:
-    """All rows, each printed as it is measured."""
     rows = []
     for size in sizes:
         m, d = map(int, size.split("x"))
         for n in tokens:
             rows.append(measure(Case(n, m, d, fused), rounds))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
+            print(line(rows[-1]), flush=True)
             torch.compiler.reset()
             torch.cuda.empty_cache()
     return rows
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def line(row: dict[str, Any]) -> str:
+    """Median microseconds of every contender, and what the reducer does of a copy's bandwidth."""
+    times = {name: f"{cell['median_us']:.1f}" for name, cell in row.items() if type(cell) is dict}
+    head = f"{row['m']} x {row['d']}, {row['tokens']} tokens: {row['share_of_copy']:.0%} of a copy"
+    return f"{head}, error {row['relative_error']:.1e}; us {times}"
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), metavar="MxD")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    parser.add_argument(
-        "--mhc-head", metavar="FILE", help="SGLang's mhc_head.py where sglang is not installed"
-    )
-    parser.add_argument("--plot-only", action="store_true", help="redraw OUT/hc_gate.json")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measure, print tables, write ``hc_gate.json`` and ``hc_gate.png``."""
-    options = parse(argv)
-    results = options.out / "hc_gate.json"
-    if not options.plot_only:
-        if not torch.cuda.is_available():
-            print("bench needs a CUDA device; torch found none", file=sys.stderr)
-            return 2
-        fused = load_fused_hc_head(options.mhc_head)
-        if fused is None:
-            print("sglang is not installed: no fused_hc_head columns (see --mhc-head)")
-        rows = run(options.sizes, options.tokens, options.rounds, fused)
-        options.out.mkdir(parents=True, exist_ok=True)
-        results.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1))
-    if not results.is_file():
-        print(f"no results to plot: {results} does not exist", file=sys.stderr)
-        return 2
-    rows = json.loads(results.read_text())["rows"]
-    print(table(rows))
-    plot(rows, options.out / "hc_gate.png")
-    return 0
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench needs a CUDA device; torch found none")
+    fused = load_fused_hc_head()
+    if fused is None:
+        print("sglang is not installed: fused_hc_head is not measured")
+    rows = run(options.sizes, options.tokens, options.rounds, fused)
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_json(options.out / "hc_gate.json", {"rows": rows, "provenance": provenance()}, indent=1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

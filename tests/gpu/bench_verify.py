@@ -18,14 +18,7 @@ import torch
 from sglang_hyperdflash.draft.dependency import DependencyHead
 from sglang_hyperdflash.draft.filters import Sampling
 from sglang_hyperdflash.draft.propose import Candidates, Draws, Proposal, propose
-from sglang_hyperdflash.serving.verification.exact import (
-    Committed,
-    Rows,
-    read_rows,
-    unpack,
-    verify_block,
-    weights_of,
-)
+from sglang_hyperdflash.serving.verification import exact
 from sglang_hyperdflash.serving.verification.verifier import renorm_kernels
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
@@ -69,16 +62,18 @@ class Case:
         drafting = self.anchors, self.positions, self.sampling, draws
         return propose(self.candidates, self.head, *drafting, 0.5)
 
-    def rows(self, draws: Draws) -> Rows:
+    def rows(self, draws: Draws) -> exact.Rows:
         kept = None
         if self.filters:
             by_block = self.logits.view(self.requests, BLOCK, -1)
-            kept = weights_of(by_block, self.sampling, self.renorm).flatten(0, 1)
-        return read_rows(self.logits, kept, self.sampling, draws, self.positions, all_draw=False)
+            kept = exact.weights_of(by_block, self.sampling, self.renorm).flatten(0, 1)
+        return exact.read_rows(
+            self.logits, kept, self.sampling, draws, self.positions, all_draw=False
+        )
 
-    def committed(self, rows: Rows, draws: Draws) -> Committed:
+    def committed(self, rows: exact.Rows, draws: Draws) -> exact.Committed:
         given = self.block, self.positions, self.proposal, self.sampling, draws
-        return unpack(verify_block(rows, *given, VOCABULARY), self.requests, BLOCK)
+        return exact.unpack(exact.verify_block(rows, *given, VOCABULARY), self.requests, BLOCK)
 
     def ours(self, seeded: bool) -> None:
         """A whole verification as a server runs it."""
@@ -149,7 +144,6 @@ class Case:
 
 @torch.inference_mode()
 def main() -> None:
-    """Measure, print and write ``verify.json``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     out = parser.parse_args().out

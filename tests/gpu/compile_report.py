@@ -1,14 +1,14 @@
-"""What the kernels cost on a GPU, compiled ahead of time for any: no GPU is needed.
+"""Spills and occupancy of the kernels, compiled ahead of time for any GPU: none is needed.
 
-``python -m tests.gpu.compile_report`` prints registers, stack (spills are there), shared memory,
-programs that fit a multiprocessor and an instruction mix of every kernel at DeepSeek-V4's sizes;
-``--json`` prints one JSON list instead. Kernels are compiled as their real launches bind them, by
-the compiler and the assembler that Triton ships.
+``python -m tests.gpu.compile_report`` prints a JSON list: every kernel at DeepSeek-V4's sizes with
+its bytes of stack a thread (spills are there) and the programs that fit a multiprocessor. Kernels
+are compiled as their launches bind them, by the compiler and the assembler that Triton ships.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -16,9 +16,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -47,35 +48,11 @@ ARCHITECTURES = {
 }
 REGISTERS, RESERVED = 65_536, 1024
 V, K, RANK, DRAFTS, REQUESTS = 129_280, 64, 256, 6, 64
-# In PTX; a predicate or a width may come before or after.
-MIX = {
-    "fp64": r"\.f64\b",
-    "memory": r"\b(ld|st)\.global",
-    "barrier": r"\bbar\.sync",
-    "branch": r"\bbra\b",
-}
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Resources of one compiled kernel: bytes of stack a thread, of shared memory a program.
-
-    Attributes:
-        programs: that fit a multiprocessor at once; instructions: of PTX, by kind.
-    """
-
-    kernel: str
-    architecture: int
-    threads: int
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-    programs: int
-    instructions: dict[str, int]
+# What a report says of one compiled kernel.
+Usage = dict[str, str | int]
 
 
 def usage_of(name: str, compiled: Any, threads: int, architecture: int) -> Usage:
-    """What the assembler made of a compiled kernel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -84,27 +61,23 @@ def usage_of(name: str, compiled: Any, threads: int, architecture: int) -> Usage
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK"))
     most_threads, most_shared, most = ARCHITECTURES[architecture]
-    shared = compiled.metadata.shared
+    shared = compiled.metadata.shared + RESERVED
     by_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
-    fit = min(most_threads // threads, by_registers, most_shared // (shared + RESERVED), most)
-    mix = {kind: len(re.findall(form, compiled.asm["ptx"])) for kind, form in MIX.items()}
-    return Usage(name, architecture, threads, registers, stack, shared, fit, mix)
+    fit = min(most_threads // threads, by_registers, most_shared // shared, most)
+    usage = {"architecture": architecture, "stack_bytes": stack, "programs": fit}
+    return {"kernel": name} | usage
 
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[JITFunction, tuple, dict]]]:
     """Launches are kept, with their arguments, and not run."""
-    found: list[tuple[JITFunction, tuple, dict]] = []
-    original = JITFunction.run
+    launches: list[tuple[JITFunction, tuple, dict]] = []
 
     def run(self, *args, grid, warmup, **kwargs):
-        found.append((self, args, kwargs))
+        launches.append((self, args, kwargs))
 
-    JITFunction.run = run
-    try:
-        yield found
-    finally:
-        JITFunction.run = original
+    with mock.patch.object(JITFunction, "run", run):
+        yield launches
 
 
 def compile_launch(kernel: JITFunction, args: tuple, kwargs: dict, architecture: int) -> Any:
@@ -159,77 +132,45 @@ def round_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
         target = logits, mask, new(rows, dtype=i64), new(rows), new(rows), tokens
         drafted = *target, *candidates
         weight = new(bs, dtype=torch.int32), new(bs, dtype=torch.float64)
-        yield (
-            f"rows{name}",
-            lambda m=mask: rows_kernel.launch(logits, *requests, m, m is not None),
-        )
-        yield f"accept{name}", lambda d=drafted: accept_kernel.launch(*d, choice, *requests, V)
-        yield (
-            f"finish{name}",
-            lambda d=drafted, w=weight: finish_kernel.launch(*d, *w, *requests, True, V),
-        )
+        rows_given = logits, *requests, mask, mask is not None
+        accepted, given = (*drafted, choice, *requests, V), (*drafted, *weight, *requests, True, V)
+        yield f"rows{name}", partial(rows_kernel.launch, *rows_given)
+        yield f"accept{name}", partial(accept_kernel.launch, *accepted)
+        yield f"finish{name}", partial(finish_kernel.launch, *given)
 
 
 def round_report(architecture: int) -> list[Usage]:
-    """Resources of every kernel of a round."""
-    found = []
+    rows = []
     for name, launch in round_launches():
         with recorded() as launches:
             launch()
         for kernel, args, kwargs in launches:
             compiled = compile_launch(kernel, args, kwargs, architecture)
-            part = kernel.fn.__name__.strip("_").removesuffix("_kernel")
-            called = f"{name}: {part}"
-            found.append(usage_of(called, compiled, 32 * kwargs["num_warps"], architecture))
-    return found
+            called, threads = f"{name}: {kernel.fn.__name__}", 32 * kwargs["num_warps"]
+            rows.append(usage_of(called, compiled, threads, architecture))
+    return rows
 
 
-def gate_report(m: int, d: int, dtype: torch.dtype, architecture: int) -> list[Usage]:
-    """Resources of the reducer's kernel; both norms present, weights as served."""
+def gate_report(m: int, d: int, dtype: torch.dtype) -> list[Usage]:
+    """Resources of the reducer's kernel on Hopper; both norms present, weights as served."""
     weights = new(m, m * d), new(m), new(1), new(m, d), new(d, dtype=dtype)
     with recorded() as launches:
         hc_gate_op.launch(new(1024, m * d, dtype=dtype), *weights, 1e-6, 1e-6)
-    called = f"gate {m} x {d} {str(dtype).removeprefix('torch.')}"
-    return [
-        usage_of(called, compile_launch(*launch, architecture), 512, architecture)
-        for launch in launches
-    ]
+    called = f"gate {m} x {d} {dtype}"
+    return [usage_of(called, compile_launch(*launch, 90), 512, 90) for launch in launches]
 
 
-def table(rows: list[Usage]) -> str:
-    """A line for every kernel."""
-    head = (
-        f"{'kernel':<44}{'sm':>5}{'threads':>9}{'regs':>6}{'stack':>7}{'smem':>8}{'programs':>10}"
-    )
-    lines = [head + "".join(f"{kind:>9}" for kind in MIX)]
-    for r in rows:
-        line = f"{r.kernel:<44}{r.architecture:>5}{r.threads:>9}{r.registers:>6}{r.stack_bytes:>7}"
-        line += f"{r.shared_bytes:>8}{r.programs:>10}"
-        lines.append(line + "".join(f"{r.instructions[kind]:>9}" for kind in MIX))
-    return "\n".join(lines)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the report."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON list on stdout")
     parser.add_argument("--sizes", nargs="*", default=["4x4096", "4x7168"], metavar="MxD")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--architectures", nargs="*", type=int, default=list(ARCHITECTURES))
-    parser.add_argument("--reducer-architectures", nargs="*", type=int, default=[90])
-    options = parser.parse_args(argv)
-    rows = [row for found in map(round_report, options.architectures) for row in found]
-    for size in options.sizes:
-        m, d = map(int, size.split("x"))
-        for dtype in options.dtypes:
-            for architecture in options.reducer_architectures:
-                rows += gate_report(m, d, getattr(torch, dtype), architecture)
-    if options.json:
-        json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
-    else:
-        print(table(rows))
-    return 0
+    options = parser.parse_args()
+    rows = [row for report in map(round_report, options.architectures) for row in report]
+    for size, dtype in itertools.product(options.sizes, options.dtypes):
+        rows += gate_report(*map(int, size.split("x")), getattr(torch, dtype))
+    json.dump(rows, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

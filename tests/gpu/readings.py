@@ -60,7 +60,6 @@ def rounds_of(events: list[dict]) -> tuple[int, list[dict]]:
 
 
 def rounds_by_width(answers: list[dict]) -> dict[int, int]:
-    """How many rounds of each width some answers had."""
     caps = [answer["meta_info"]["spec_cap_lens_histogram"] for answer in answers]
     total = map(sum, zip_longest(*caps, fillvalue=0))
     return {width: rounds for width, rounds in enumerate(total) if rounds}

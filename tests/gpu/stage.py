@@ -77,7 +77,6 @@ class Stage:
         return replace(self, context=self.most[0], requests=self.most[1])
 
     def write_drafter(self, folder: Path, window: int | None = None) -> Path:
-        """An untrained drafter for the target."""
         shape = replace(self.draft, window=window)
         return write_untrained(folder, self.shape, shape, self.mask_token)
 

@@ -32,8 +32,6 @@ SLACK_GIB = 1.5
 
 @dataclass(kw_only=True)
 class Visit(Notes):
-    """What a step with servers is given."""
-
     stage: Stage
     servers: Servers
     folder: Path  # for files of the visit
@@ -58,7 +56,6 @@ class Visit(Notes):
             self.servers.stop(f"visit-{name}")
 
     def plain(self, name: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """Tokens of a server without a drafter."""
         with self.server(name) as server:
             return ids(asked(server, prompts, tokens))
 

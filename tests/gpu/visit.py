@@ -62,8 +62,6 @@ WITHOUT_SERVERS = tuple(name for name, step in STEPS.items() if step.module != "
 
 @dataclass
 class Notes:
-    """What a step writes down."""
-
     out: Path  # for results that stay
     gpu: bool = True  # whether kernels, graphs and traces are there
     measured: dict[str, Any] = field(default_factory=dict)  # by name

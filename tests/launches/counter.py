@@ -29,17 +29,11 @@ from triton.runtime.jit import JITFunction
 
 from tests.launches import cuda_ops
 from tests.launches.cuda_ops import name_of, tensors
-from tests.launches.traffic import RULES, Rule, kernel_bytes
+from tests.launches.traffic import kernel_bytes
 
 # Kernels ask it for their number of programs.
 H200 = SimpleNamespace(multi_processor_count=132)
 HOST_VALUE = {torch.int32: 1, torch.int64: 1, torch.float32: 1.0, torch.bool: False}
-# SGLang's kernels of a round: they read a few entries of a large table.
-SGLANG_RULES: dict[str, dict[str, Rule]] = {
-    "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_uniform": {
-        "req_to_token": lambda a: a["out_cache_loc"].numel() * a["req_to_token"].element_size()
-    }
-}
 
 
 class RefusedError(AssertionError):
@@ -65,7 +59,6 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count under another name."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -73,7 +66,6 @@ class Counter(TorchDispatchMode):
             self.phase = before
 
     def cost(self, *phases: str) -> tuple[int, int]:
-        """Launches, and bytes read and written."""
         these = [launch for launch in self.launches if launch.phase in phases]
         return sum(launch.count for launch in these), sum(launch.bytes for launch in these)
 
@@ -89,7 +81,7 @@ class Counter(TorchDispatchMode):
         for given in tensors(arguments):
             if given.device.type != "cuda":
                 raise RefusedError(f"{name} mixes devices at {place()}")
-        self.launch(name, kernel_bytes(name, arguments, RULES | SGLANG_RULES))
+        self.launch(name, kernel_bytes(name, arguments))
         if name.startswith("triton_ops."):
             absent = tuple(argument is None for argument in args)
             self.kinds.add((name, absent, tuple(sorted(kwargs.items()))))

@@ -60,7 +60,6 @@ def waits(func: Any, args: tuple) -> bool:
 
 
 def launches(func: Any, args: tuple) -> int:
-    """Kernels of one operation on CUDA tensors."""
     name = name_of(func)
     if name in FREE or is_view(func):
         return 0
@@ -73,7 +72,6 @@ def launches(func: Any, args: tuple) -> int:
 
 
 def moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
-    """Bytes read and written by one operation."""
     name, written = name_of(func), sum(map(size, _different(result)))
     if name.endswith("_like") or name.startswith("new_"):
         return written

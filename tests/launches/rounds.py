@@ -78,7 +78,6 @@ ROWS = {name: (ROUND, name) for name in ROUNDS} | {
 
 @cache
 def counted(name: str, bs: int) -> Counter:
-    """One round of ``bs`` requests."""
     requests, options = ROUNDS[name]
     with FakeCuda() as cuda:
         return FakeServer(cuda, bs, requests, **options).round()

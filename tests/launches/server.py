@@ -64,8 +64,6 @@ def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 class Request:
-    """What a round reads of SGLang's request."""
-
     eos_token_ids, vocab_size, tokenizer, retraction_count = (1, 2), VOCABULARY, None, 0
     origin_input_ids, output_ids = [0] * 100, [0] * 20
 

@@ -1,4 +1,4 @@
-"""The counter refuses what is planted, says where, and counts what torch launches on CUDA."""
+"""The counter refuses what is planted, and says where."""
 
 import pytest
 import torch
@@ -33,33 +33,11 @@ MIXES = [
     lambda x: x[torch.arange(2)],
     lambda x: _add_one[(1,)](x, torch.ones(3), 3, BLOCK=4),
 ]
-# Launches and bytes, of ``x [3, 4]``.
-COSTS = [
-    (lambda x: x * torch.tensor(2.0), 1, 2 * 48),
-    (lambda x: torch.ones(3).sum().item(), 0, 0),
-    (lambda x: x[0].to("cpu", non_blocking=True), 1, 16),
-    (lambda x: x.view(-1)[3:], 0, 0),
-    (lambda x: x.add_(x[0]), 1, 2 * 48 + 16),
-    (lambda x: x.masked_fill(x > 0, 1.0), 3, 48 + 12 + 48 + 12 + 48),
-    (lambda x: x[:, :2].contiguous(), 1, 2 * 24),
-    (lambda x: x.gather(1, torch.empty(3, 1, dtype=torch.int64, device="cuda")), 1, 24 + 24),
-    (lambda x: x.fill_(0.0), 1, 48),
-    (lambda x: torch.cat([x, x]), 1, 48 + 96),
-    (lambda x: x.expand(5, 3, 4).clone(), 1, 48 + 240),
-    (lambda x: _add_one[(8,)](x, torch.empty_like(x), 12, BLOCK=2), 1, 2 * 48),
-    (lambda x: _add_one[(8,)](x, x, 12, BLOCK=2), 1, 48),  # stands for an absent one
-]
 
 
-def test_waits_and_mixed_devices_are_refused_where_they_are_and_the_rest_is_counted():
+def test_waits_and_mixed_devices_are_refused_where_they_are():
     with FakeCuda() as cuda:
-        for call, count, moved in COSTS:
-            x = torch.empty(3, 4, device="cuda")
-            with cuda.count() as counter:
-                call(x)
-            launches = counter.launches
-            assert sum(launch.count for launch in launches) == count
-            assert sum(launch.bytes for launch in launches) == moved
+        x = torch.empty(3, 4, device="cuda")
         for mistakes, what in ((WAITS, "waits"), (MIXES, "mixes devices")):
             for mistake in mistakes:
                 refused = pytest.raises(RefusedError, match=rf"{what} at test_counter\.py:\d+")

@@ -38,6 +38,6 @@ def question() -> Any:
     return json.loads(sys.stdin.read())
 
 
-def answer(found: Any) -> None:
+def answer(content: Any) -> None:
     """In that process: the answer, apart from whatever else is printed."""
-    print(MARK + json.dumps(found))
+    print(MARK + json.dumps(content))

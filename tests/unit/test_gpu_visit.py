@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.engine.v4 import controls
 from tests.gpu import kernels, readings, steps, visit
-from tests.gpu.stage import CPU, GPU, WEIGHTS
+from tests.gpu.stage import CPU, GPU
 from tests.waiting import PATIENCE
 
 LOG = """
@@ -110,28 +110,7 @@ def test_every_step_runs_and_the_makefiles_commands_are_among_them(walk, stage):
     assert named and (named <= words if stage.gpu else not words)
 
 
-@pytest.fixture
-def steps_of(tmp_path, monkeypatch):
-    """Walks steps that are these functions, with the limits of as many real ones."""
-
-    def walked(functions: dict, **options):
-        limits = dict(zip(functions, visit.STEPS.values(), strict=False))
-        for name, seconds in options.pop("limits", {}).items():
-            limits[name] = limits[name]._replace(seconds=seconds)
-        monkeypatch.setattr(visit, "STEPS", limits)
-        monkeypatch.setattr(visit, "function_of", functions.get)
-        folder = tmp_path / "out"
-        return visit.run(list(functions), lambda _: visit.Notes(folder), folder, **options)["steps"]
-
-    return walked
-
-
-def fine(v):
-    """A step that finds something."""
-    v.measured["number"] = 1
-
-
-def test_a_step_that_breaks_or_waits_is_written_down_and_the_next_one_runs(steps_of, monkeypatch):
+def test_a_step_that_breaks_or_waits_is_written_down_and_the_next_one_runs(tmp_path, monkeypatch):
     def breaks(v):
         """One that raises."""
         raise RuntimeError("no such kernel")
@@ -141,40 +120,21 @@ def test_a_step_that_breaks_or_waits_is_written_down_and_the_next_one_runs(steps
         with suppress(Exception):
             Event().wait()
 
-    walked = steps_of({"breaks": breaks, "waits": waits, "fine": fine}, limits={"waits": 0.1})
+    def finds(v):
+        """One that finds something."""
+        v.measured["number"] = 1
+
+    functions = {function.__name__: function for function in (breaks, waits, finds)}
+    monkeypatch.setattr(visit, "function_of", functions.get)
+    limits = {"breaks": 9, "waits": 0.1, "finds": 9}
+    steps = {name: visit.Step("", seconds, "all else") for name, seconds in limits.items()}
+    monkeypatch.setattr(visit, "STEPS", steps)
+    walked = visit.run(list(steps), lambda _: visit.Notes(tmp_path), tmp_path)["steps"]
     assert walked["breaks"]["failed"] == ["RuntimeError: no such kernel"]
-    assert "OutOfTime" in walked["waits"]["failed"][0] and not walked["fine"]["failed"]
-    assert all(step["does not cover"] for step in walked.values())
+    assert "OutOfTime" in walked["waits"]["failed"][0] and not walked["finds"]["failed"]
     monkeypatch.setattr(visit.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         visit.main([])
-
-
-def test_calls_add_to_one_report_of_their_commit(steps_of, monkeypatch):
-    assert list(steps_of({"one": fine})) == ["one"]
-    assert list(steps_of({"two": fine})) == ["one", "two"]
-    assert list(steps_of({"small": fine}, small=True)) == ["small"]
-    assert list(steps_of({"one": fine})) == ["one"]
-    monkeypatch.setattr(visit, "provenance", lambda: {"commit": "another", "device": ""})
-    assert list(steps_of({"three": fine})) == ["three"]
-
-
-def test_half_an_hour_holds_what_its_limits_allow_in_their_order(steps_of):
-    """Every step takes as long as it may; what would not end in time is left out."""
-    now = [0.0]
-
-    def slow(name):
-        def step(v):
-            """A step that uses its limit."""
-            now[0] += visit.STEPS[name].seconds
-
-        return step
-
-    names = list(visit.STEPS)
-    walked = steps_of({name: slow(name) for name in names}, clock=lambda: now[0])
-    ran = [name for name, step in walked.items() if "not run" not in step]
-    assert ran == names[: len(ran)] and "residual" in ran and ran != names
-    assert now[0] <= 60 * visit.MINUTES and list(walked) == names and names[-1] == "million"
 
 
 def test_the_plan_s_commands_are_short_name_every_step_once_and_begin_without_sglang(capsys):
@@ -206,12 +166,3 @@ def eager_drafts_differ(path):
 )
 def test_a_faulty_server_fails_its_step(walk, step, fault):
     assert walk(GPU, [step], **fault)[0][step]
-
-
-@pytest.mark.parametrize("stage", [GPU, CPU], ids=["gpu", "small"])
-def test_answers_slide_a_window_and_pass_a_boundary_of_the_targets_states(stage):
-    assert all(len(p) + stage.tokens > 2 * stage.window for p in stage.prompts(4))
-    lengths = [len(prompt) for prompt in stage.prompts(4, first=stage.boundary)]
-    assert sum((n + stage.tokens - 1) // 128 > n // 128 for n in lengths) >= 2
-    # Reading drafts back is a wait: only servers of a step that asks for them do.
-    assert "drafts.install_if_asked()" in WEIGHTS

@@ -68,8 +68,8 @@ def pretend_gpu(monkeypatch) -> None:
 def test_right_kernels_are_right_on_every_kind_of_numbers(monkeypatch):
     interpreted(monkeypatch, "layernorm.mhc_head")
     findings = list(check_gpu.examine_gpu(SMALL, []))
-    assert [found.wrong for found in findings] == [None] * len(findings)
-    counted = [found.subject for found in findings if found.batches]
+    assert [finding.wrong for finding in findings] == [None] * len(findings)
+    counted = [finding.subject for finding in findings if finding.batches]
     assert counted == [*operator.OPERATORS, "hc_gate_reduce as hc_head"]
     assert operator.interceptor is None
 
@@ -87,8 +87,8 @@ def test_wrong_kernels_are_named_and_make_the_command_fail(monkeypatch, capsys, 
     report = tmp_path / "report.json"
     assert cli.main(["check", "--gpu", "--json", str(report)]) == 1
     said = capsys.readouterr().out
-    findings = {found["subject"]: found for found in json.loads(report.read_text())["findings"]}
-    wrong = {name for name, found in findings.items() if found["wrong"]}
+    findings = {each["subject"]: each for each in json.loads(report.read_text())["findings"]}
+    wrong = {name for name, finding in findings.items() if finding["wrong"]}
     assert wrong == {*operator.OPERATORS, "hc_gate_reduce as hc_head"}
     assert all(findings[name]["wrong"] in said for name in wrong)
     assert findings["draft attention, triton, page 256"]["batches"] and "--all" in said
@@ -197,7 +197,7 @@ def test_a_draft_s_attention_reads_its_slots(name, monkeypatch):
     findings = [
         check_gpu.attention(SMALL, name, layout) for layout in check_attention.layouts(name)
     ]
-    assert all(found.wrong is None and found.batches == 2 for found in findings)
+    assert all(finding.wrong is None and finding.batches == 2 for finding in findings)
 
     def lost_page(batch, causal):
         slots = batch.slots.clone()

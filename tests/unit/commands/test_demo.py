@@ -1,7 +1,5 @@
 """``hyperdflash demo`` without servers: where it starts, and its summary."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -52,7 +50,7 @@ def test_in_fp32_any_difference_is_a_fault_and_in_bf16_one_past_a_tie(
             histogram, answer = rounds if drafts else [], [5, 5, third]
             super().__init__(lambda _: answer, histogram, logits=logits, dtype=dtype)
 
-        def wait(self) -> Fake:
+        def wait(self):
             return self
 
     monkeypatch.setattr(demo, "Server", Fake)

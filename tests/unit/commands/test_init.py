@@ -59,12 +59,11 @@ def test_the_gate_is_the_target_s_and_the_shape_the_committed_one_s(tmp_path, ta
     assert initialise(target_dir, draft) == 0 and weights.read_bytes() == first
 
 
-@pytest.mark.parametrize("scheme", ["transformers", "deepseek"])
-def test_only_the_shard_with_the_hc_head_is_read(tmp_path, target_dir, hc_head, scheme):
-    names = NAMES.values() if scheme == "transformers" else [f"hc_head_{part}" for part in NAMES]
-    mtp = ["mtp.0.hc_head_fn", "mtp.0.hc_head_base", "mtp.0.hc_head_scale"]
+def test_only_the_shard_with_the_hc_head_is_read(tmp_path, target_dir, hc_head):
+    """Named as DeepSeek does, which has others in an MTP layer."""
+    names = [f"hc_head_{part}" for part in NAMES]
     tensors = dict(zip(names, hc_head, strict=True))
-    target = target_of(tmp_path / "target", target_dir, tensors, mtp)
+    target = target_of(tmp_path / "target", target_dir, tensors, [f"mtp.0.{n}" for n in names])
     assert initialise(target, tmp_path / "draft", *MASK) == 0
     reducer = Drafter.load(tmp_path / "draft").reducer
     assert all(map(torch.equal, [getattr(reducer, part) for part in NAMES], hc_head))

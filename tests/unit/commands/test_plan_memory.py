@@ -54,17 +54,17 @@ def test_verification_s_peak_is_what_is_counted(monkeypatch, filters):
     each = replace(each, need_top_k=filters, need_top_p=filters, need_min_p=filters)
     logits = torch.randn(BATCH * BLOCK, vocabulary)
     ids = torch.arange(WIDTH).repeat(BATCH, BLOCK - 1, 1)
-    seeds, at = torch.arange(BATCH), torch.arange(BLOCK).repeat(BATCH, 1)
+    seeds, places = torch.arange(BATCH), torch.arange(BLOCK).repeat(BATCH, 1)
     draws = Draws(seeds, seeds % 2 == 0)
-    found = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32))
-    proposal = propose(found, None, at, at, each, draws, 1.0)
+    candidates = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32))
+    proposal = propose(candidates, None, places, places, each, draws, 1.0)
 
     def verify() -> None:
         by_block, kept = logits.view(BATCH, BLOCK, -1), None
         if each.filters:
             kept = weights_of(by_block, each, (copied, copied)).flatten(0, 1)
-        rows = read_rows(logits, kept, each, draws, at, all_draw=False)
-        verify_block(rows, at, at, proposal, each, draws, vocabulary)
+        rows = read_rows(logits, kept, each, draws, places, all_draw=False)
+        verify_block(rows, places, places, proposal, each, draws, vocabulary)
 
     matrices = peak_bytes(verify) / (4 * BATCH * BLOCK * vocabulary)
     assert matrices == pytest.approx(VERIFY_MATRICES, abs=0.01) if filters else matrices < 0.05

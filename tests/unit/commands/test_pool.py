@@ -32,9 +32,9 @@ def run(servers, target_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "LONGEST_PAUSE", 0.02)
     out = tmp_path / "out.jsonl"
 
-    def answered(count: int, *options: str, at=servers, code: int = 0) -> list[int]:
+    def answered(count: int, *options: str, asked=servers, code: int = 0) -> list[int]:
         write_rows(tmp_path / "data.jsonl", *({"turns": [f"Number {i} "]} for i in range(count)))
-        command = regenerate(at, target_dir, tmp_path / "data.jsonl", out, *options)
+        command = regenerate(asked, target_dir, tmp_path / "data.jsonl", out, *options)
         assert main(command) == code
         return [row["index"] for row in rows_of(out)]
 
@@ -91,7 +91,7 @@ def test_a_server_that_was_left_out_is_asked_again_once_it_serves_its_model(serv
 
     alive.answer = answer
     restarted.answer = lambda ids: probes.append(restarted.probes) or [len(ids)] * 3
-    assert run(30, "--concurrency", "2", at=[alive, restarted]) == list(range(30))
+    assert run(30, "--concurrency", "2", asked=[alive, restarted]) == list(range(30))
     assert set(probes) == {5}
 
 
@@ -100,7 +100,7 @@ def test_a_busy_server_is_asked_for_ever(servers, run, capsys, count):
     """Its failures are no answers: an aborted one is never kept."""
     busy = servers[1]
     busy.failures = [429, 503, ABORTED, ABORTED | {"status_code": 503}] * 3
-    assert run(40, "--concurrency", "4", at=servers[-count:]) == list(range(40))
+    assert run(40, "--concurrency", "4", asked=servers[-count:]) == list(range(40))
     assert not busy.failures and capsys.readouterr().out.count(f"{busy.url} is busy") == 1
     answers = [row["samples"][0] for row in rows_of(run.out)]
     assert all(len(one["tokens"]) - one["spans"][0][0] == 3 for one in answers)
@@ -109,7 +109,7 @@ def test_a_busy_server_is_asked_for_ever(servers, run, capsys, count):
 def test_a_refused_row_is_left_out_alone(servers, run):
     """Also one whose logits are not finite, and one that was aborted as a bad request."""
     servers[0].failures = [413, 422, ABORTED | {"status_code": 400}, NOT_FINITE]
-    assert len(run(9, at=servers[:1])) == 5
+    assert len(run(9, asked=servers[:1])) == 5
     assert len(rows_of(run.out.with_suffix(".left_out.jsonl"))) == 4
 
 
@@ -149,7 +149,7 @@ def test_a_key_is_given_as_an_option_or_a_variable(servers, run, monkeypatch, gi
     monkeypatch.setenv("HYPERDFLASH_API_KEY", "secret" if given == "variable" else "")
     servers[0].key = "secret"
     options = ["--api-key", "secret"] if given == "option" else []
-    assert run(3, *options, at=servers[:1], code=code) == ([] if code else [0, 1, 2])
+    assert run(3, *options, asked=servers[:1], code=code) == ([] if code else [0, 1, 2])
     assert len(servers[0].prompts) == (0 if code else 3)
 
 
@@ -192,7 +192,7 @@ def test_a_thousand_are_in_flight_where_few_files_may_be_open(servers, target_di
 def test_a_silent_server_is_probed(servers, run):
     """A host that loses its power closes no connection: without probes a run waits for ever."""
     server = servers[0]
-    with in_a_thread(lambda: run(2, at=[server]), released=server):
+    with in_a_thread(lambda: run(2, asked=[server]), released=server):
         until(lambda: len(server.prompts) == 2)
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         timers = [row[5] for row in rows if row[2].endswith(f":{server.server_port:04X}")]

@@ -127,7 +127,7 @@ def change(files: dict) -> None:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def found(folder: Path) -> dict[str, tuple]:
+def contents(folder: Path) -> dict[str, tuple]:
     """Every file that has content, hidden ones aside."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."]
     stats = {str(path): path.stat() for path in files}
@@ -166,9 +166,9 @@ def folder(tmp_path, prepared, monkeypatch) -> Path:
 @pytest.mark.parametrize("case, files, named", CASES, ids=[f"{c[0]}-{c[2]}"[:60] for c in CASES])
 def test_a_refusal(folder, refused, case, files, named):
     change(files)
-    before = found(folder)
+    before = contents(folder)
     assert named in refused(*line_of(case))
-    assert found(folder) == before
+    assert contents(folder) == before
 
 
 def test_tensorboard_that_is_not_there(folder, refused, monkeypatch):
@@ -265,12 +265,12 @@ def test_a_second_run_with_other_settings(folder, refused, monkeypatch, case, fi
     change({"target/chat_template.jinja": ("{", "{{ add }}{")})
     assert main(line_of(case.split()[0])) == 0
     change(files)
-    before = found(folder)
+    before = contents(folder)
     if named is None:
         assert main(line_of(case)) == 0
     else:
         assert named in refused(*line_of(case))
-        assert found(folder) == before
+        assert contents(folder) == before
 
 
 WHOLE = """

@@ -1,7 +1,9 @@
 """Which version the servers of a learner draft with: sent, judged by their traffic, taken back."""
 
 import random
-import re
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 
 import pytest
 import requests
@@ -29,18 +31,11 @@ class Remote:
         self.accepted += sum(self.rng.random() < self.rates[self.version] for _ in range(rounds))
 
     def metrics(self) -> str:
-        first, later = 'position="1",tp_rank="0"', 'position="2",tp_rank="0"'
-        return "\n".join(
-            [
-                f"# TYPE {DRAFTER} gauge",
-                f'{DRAFTER}{{tp_rank="0"}} {self.version}',
-                *(
-                    f"# TYPE {name[:-6]} counter\n{name}{{{first}}} {value}\n{name}{{{later}}} 7.0"
-                    for name, value in ((ACCEPTED, self.accepted), (DRAFTED, self.drafted))
-                ),
-                "",
-            ]
-        )
+        lines = [f'{DRAFTER}{{tp_rank="0"}} {self.version}']
+        for name, value in ((ACCEPTED, self.accepted), (DRAFTED, self.drafted)):
+            lines.append(f'{name}{{position="1",tp_rank="0"}} {value}')
+            lines.append(f'{name}{{position="2",tp_rank="0"}} 7.0')
+        return "\n".join([*lines, ""])
 
     def load(self, body: dict) -> tuple[int, str]:
         number = body["token_step"]
@@ -51,37 +46,23 @@ class Remote:
         return 200, ""
 
 
-@pytest.fixture
-def remotes(monkeypatch) -> dict[str, Remote]:
-    """Servers by their address, reached as any HTTP server."""
-    every: dict[str, Remote] = {}
+class Case:
+    """A learner's servers, reached as any HTTP server, and what was said."""
 
-    def answer(method: str, url: str, **options) -> requests.Response:
-        base, name = re.fullmatch(r"(http://[^/]+)/(.*)", url).groups()
-        if not every[base].up:
+    def __init__(self, folder: Path, drafter: Path, *rates: float) -> None:
+        self.folder, self.drafter, self.said = folder, drafter, list[str]()
+        self.urls = ["http://a:1", "http://b:2"]
+        self.remotes = [Remote(dict(enumerate(rates))) for _ in self.urls]
+
+    def answer(self, address: str, json: dict | None = None, **_) -> requests.Response:
+        url, _, name = address.rpartition("/")
+        remote = self.remotes[self.urls.index(url)]
+        if not remote.up:
             raise requests.ConnectionError("refused")
-        reply = requests.Response()
-        reply.status_code, text = 200, every[base].metrics()
-        if name == "update_weights_from_disk":
-            reply.status_code, text = every[base].load(options["json"])
+        reply, loads = requests.Response(), name == "update_weights_from_disk"
+        reply.status_code, text = remote.load(json) if loads else (200, remote.metrics())
         reply._content = text.encode()
         return reply
-
-    monkeypatch.setattr(module.requests, "get", lambda url, **o: answer("GET", url, **o))
-    monkeypatch.setattr(module.requests, "post", lambda url, **o: answer("POST", url, **o))
-    return every
-
-
-class Case:
-    """A learner's servers, and what was said."""
-
-    def __init__(self, remotes: dict[str, Remote], tmp_path, drafter_dir, *rates: float) -> None:
-        self.folder, self.drafter = tmp_path / "published", drafter_dir
-        for name in ("http://a:1", "http://b:2"):
-            remotes[name] = Remote(dict(enumerate(rates)))
-        self.remotes, self.said = list(remotes.values()), []
-        self.urls = list(remotes)
-        self.begin()
 
     def begin(self) -> None:
         self.servers = Servers(self.urls, self.folder, self.drafter, self.said.append)
@@ -100,10 +81,20 @@ class Case:
         return [one.version for one in self.remotes]
 
 
-def test_a_worse_version_is_left_for_the_one_before_it_and_never_sent_again(
-    remotes, tmp_path, drafter_dir
-):
-    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.6, 0.1, 0.7)
+@pytest.fixture
+def new_case(tmp_path, drafter_dir, monkeypatch) -> Callable[..., Case]:
+    def made(*rates: float) -> Case:
+        case = Case(tmp_path / "published", drafter_dir, *rates)
+        monkeypatch.setattr(module.requests, "get", case.answer)
+        monkeypatch.setattr(module.requests, "post", case.answer)
+        case.begin()
+        return case
+
+    return made
+
+
+def test_a_worse_version_is_left_for_the_one_before_it_and_never_sent_again(new_case):
+    case = new_case(0.6, 0.6, 0.1, 0.7)
     case.publish()
     case.servers.look()
     assert case.versions() == [0, 0], "the drafter of the start is not measured yet"
@@ -126,10 +117,8 @@ def test_a_worse_version_is_left_for_the_one_before_it_and_never_sent_again(
     assert case.versions() == [3, 3] and case.remotes[0].loads == [1, 2, 1, 3]
 
 
-def test_a_newer_version_waits_until_the_one_before_a_worse_one_is_measured(
-    remotes, tmp_path, drafter_dir
-):
-    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.6, 0.0, 0.0)
+def test_a_newer_version_waits_until_the_one_before_a_worse_one_is_measured(new_case):
+    case = new_case(0.6, 0.6, 0.0, 0.0)
     case.publish()
     case.traffic(6)
     case.publish()
@@ -143,8 +132,8 @@ def test_a_newer_version_waits_until_the_one_before_a_worse_one_is_measured(
     assert case.versions() == [1, 1] and case.remotes[0].loads == [1, 2, 1, 3, 1]
 
 
-def test_versions_that_the_folder_no_longer_has_are_not_sent(remotes, tmp_path, drafter_dir):
-    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
+def test_versions_that_the_folder_no_longer_has_are_not_sent(new_case):
+    case = new_case(0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
     case.publish()
     case.traffic(2)
     for _ in range(4):
@@ -154,8 +143,8 @@ def test_versions_that_the_folder_no_longer_has_are_not_sent(remotes, tmp_path, 
     assert case.versions()[0] == 5
 
 
-def test_the_start_s_drafter_is_returned_to(remotes, tmp_path, drafter_dir):
-    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.0)
+def test_the_start_s_drafter_is_returned_to(new_case):
+    case = new_case(0.6, 0.0)
     case.traffic(3)
     case.publish()
     case.traffic()
@@ -164,8 +153,8 @@ def test_the_start_s_drafter_is_returned_to(remotes, tmp_path, drafter_dir):
     assert case.versions() == [0, 0] and current(case.folder) is None
 
 
-def test_other_traffic_is_no_worse_drafter_once_the_trial_is_over(remotes, tmp_path, drafter_dir):
-    case = Case(remotes, tmp_path, drafter_dir, 0.8, 0.8)
+def test_other_traffic_is_no_worse_drafter_once_the_trial_is_over(new_case):
+    case = new_case(0.8, 0.8)
     case.publish()
     case.traffic(3)
     case.traffic(3, TRIAL)
@@ -175,11 +164,9 @@ def test_other_traffic_is_no_worse_drafter_once_the_trial_is_over(remotes, tmp_p
     assert case.versions() == [1, 1]
 
 
-def test_one_that_was_away_or_drafts_nothing_gets_the_current_version(
-    remotes, tmp_path, drafter_dir
-):
+def test_one_that_was_away_or_drafts_nothing_gets_the_current_version(new_case):
     """Such as a prefill node; one that starts again has the drafter of its start."""
-    case = Case(remotes, tmp_path, drafter_dir, 0.6, 0.6)
+    case = new_case(0.6, 0.6)
     first, second = case.remotes
     second.up = False
     case.publish()
@@ -201,10 +188,8 @@ def test_one_that_was_away_or_drafts_nothing_gets_the_current_version(
     assert case.servers.total().drafted == before.drafted + 50
 
 
-def test_what_a_server_does_not_take_is_said_once_and_sent_again_later(
-    remotes, tmp_path, drafter_dir, monkeypatch
-):
-    case = Case(remotes, tmp_path, drafter_dir, 0.5, 0.5)
+def test_what_a_server_does_not_take_is_said_once_and_sent_again_later(new_case, monkeypatch):
+    case = new_case(0.5, 0.5)
     case.remotes[0].refuses.add(1)
     case.publish()
     case.traffic(4)
@@ -218,8 +203,8 @@ def test_what_a_server_does_not_take_is_said_once_and_sent_again_later(
     assert case.versions() == [1, 1]
 
 
-def test_a_version_that_no_server_takes_is_passed_by(remotes, tmp_path, drafter_dir):
-    case = Case(remotes, tmp_path, drafter_dir, 0.5, 0.5, 0.5)
+def test_a_version_that_no_server_takes_is_passed_by(new_case):
+    case = new_case(0.5, 0.5, 0.5)
     for one in case.remotes:
         one.refuses.add(1)
     case.publish()
@@ -231,14 +216,13 @@ def test_a_version_that_no_server_takes_is_passed_by(remotes, tmp_path, drafter_
 
 def test_groups_of_ranks_add_up_and_ranks_of_a_group_do_not():
     def page(version: int) -> str:
-        ranks = [(tp, dp) for dp in range(2) for tp in range(4)]
-        lines = [f'{DRAFTER}{{tp_rank="{tp}",dp_rank="{dp}"}} {dp * version}' for tp, dp in ranks]
-        for name in (ACCEPTED, DRAFTED):
-            lines.append(f"# TYPE {name[:-6]} counter")
-            lines += [
-                f'{name}{{position="1",tp_rank="{tp}",dp_rank="{dp}"}} {5 + dp}' for tp, dp in ranks
-            ]
-        return "\n".join([f"# TYPE {DRAFTER} gauge", *lines, ""])
+        lines = []
+        for tp, dp in product(range(4), range(2)):
+            labels = f'tp_rank="{tp}",dp_rank="{dp}"'
+            lines.append(f"{DRAFTER}{{{labels}}} {dp * version}")
+            for name in (ACCEPTED, DRAFTED):
+                lines.append(f'{name}{{position="1",{labels}}} {5 + dp}')
+        return "\n".join([*lines, ""])
 
     assert module.read_metrics(page(0)) == (0, FirstDrafts(11, 11))
     assert module.read_metrics(page(1))[0] is None, "one group has another drafter"
@@ -255,8 +239,8 @@ def test_only_a_clear_difference_counts():
     assert not is_worse(1, 0.5, TRIAL)
 
 
-def test_traffic_that_says_nothing_of_drafters_is_a_line_not_an_end(remotes, tmp_path, drafter_dir):
-    case = Case(remotes, tmp_path, drafter_dir, 0.5)
+def test_traffic_that_says_nothing_of_drafters_is_a_line_not_an_end(new_case):
+    case = new_case(0.5)
     case.remotes[0].metrics = lambda: "# TYPE other gauge\nother 1.0\n"
     case.traffic(3)
     assert sum("--enable-metrics" in line for line in case.said) == 1

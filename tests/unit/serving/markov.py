@@ -15,6 +15,7 @@ from tests.unit.statistics_help import chi_square_p_value
 from triton_ops.gumbel import gumbel_argmax
 
 VOCAB, WIDTH, DRAFTS = 12, 8, 3
+WHOLE = (DRAFTS + 1,)  # the widths of rounds of whole blocks
 START, FIRST_POSITION = 0, 40
 
 
@@ -36,16 +37,7 @@ class Markov:
         scores, ids = self.drafter[anchor, :drafts].topk(WIDTH, dim=-1)
         return Candidates(ids, scores, torch.ones(*ids.shape[:2], VOCAB))
 
-    def decode(
-        self,
-        sampling,
-        seeds,
-        seeded: bool,
-        tokens: int,
-        t=1.0,
-        widths=(DRAFTS + 1,),
-        penalties=None,
-    ) -> tuple[torch.Tensor, float]:
+    def decode(self, sampling, seeds, seeded, tokens: int, t=1.0, widths=WHOLE, penalties=None):
         """``[N, tokens]`` of N requests with one context, and the mean accepted drafts of a round.
 
         Args:
@@ -138,7 +130,6 @@ class Markov:
 
 
 def verifier_of(vocabulary: int) -> Verifier:
-    """The served verifier of one rank, without a worker."""
     made = object.__new__(Verifier)
     made.vocabulary, made.renorm = vocabulary, None
     made.runners = SimpleNamespace(tp_sync=SimpleNamespace(sync=lambda site, packed: packed))
@@ -154,7 +145,6 @@ def verified(logits, block, positions, proposal, sampling, draws) -> Committed:
 
 
 def one(**values: float) -> Sampling:
-    """The parameters of one request."""
     off = {"temperature": 1.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0}
     filters = (name in values for name in ("top_k", "top_p", "min_p"))
     return Sampling(*(torch.tensor([value]) for value in (off | values).values()), *filters)

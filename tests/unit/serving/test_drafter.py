@@ -24,8 +24,6 @@ WEIGHT = torch.randn(V, D, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def lm_head(monkeypatch):
-    """SGLang's ``candidate_topk`` of one rank."""
-
     def topk(hidden, _head, k):
         scores, ids = (hidden @ WEIGHT.T).topk(k, dim=-1)
         return ids, scores, None
@@ -47,11 +45,8 @@ def test_drafts_come_out_of_the_graph_and_buffers_stay_where_they_are(head, head
     """A replay is the same call on other rows, of fewer requests maybe."""
     used = None if headless else head
     captured, changed = CandidateBuffers(BLOCK, K, None, used, MOST, "cpu"), 0
-
-    def places() -> list[int]:
-        return [t.data_ptr() for t in vars(captured).values() if isinstance(t, torch.Tensor)]
-
-    before = places()
+    tensors = [value for value in vars(captured).values() if isinstance(value, torch.Tensor)]
+    before = [tensor.data_ptr() for tensor in tensors]
     for bs in (MOST, 3, 1):
         hidden, ids = torch.randn(bs * BLOCK, D), torch.randint(0, V, (bs * BLOCK,))
         captured(hidden, ids)
@@ -64,7 +59,8 @@ def test_drafts_come_out_of_the_graph_and_buffers_stay_where_they_are(head, head
             # What a sampled round draws from.
             assert torch.equal(getattr(captured.of(bs), name), getattr(expected, name)), name
     assert (changed == 0) == headless, "the head moved no draft: the test says nothing"
-    assert places() == before
+    tensors = [value for value in vars(captured).values() if isinstance(value, torch.Tensor)]
+    assert [tensor.data_ptr() for tensor in tensors] == before
 
 
 class Ranks:

@@ -1,6 +1,5 @@
 """Both verifications: their laws, and their identity with target-only decoding."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +12,7 @@ from sglang_hyperdflash.draft.adjust import Adjustments
 from sglang_hyperdflash.draft.propose import Candidates, Draws, propose
 from sglang_hyperdflash.serving.batch import BatchRequests, GeneratedCounts, RequestState
 from sglang_hyperdflash.serving.verification.exact import Committed
-from tests.unit.serving.markov import DRAFTS, VOCAB, Markov, one, verified
+from tests.unit.serving.markov import DRAFTS, VOCAB, WHOLE, Markov, one, verified
 from triton_ops import verification
 from triton_ops.gumbel import block_seeds
 
@@ -26,7 +25,6 @@ SETTINGS = {
 }
 # A model with its drafter, the draft temperature, and the widths of the rounds in turn. Where a
 # target is flat, much is refused: what is drawn after a refusal decides the law.
-WHOLE = (DRAFTS + 1,)
 CASES = {
     "whole blocks": (Markov(3), 1.0, WHOLE),
     "another width every round": (Markov(3), 1.0, (2, 1, *WHOLE)),
@@ -104,17 +102,7 @@ def test_penalised_tokens_follow_the_penalised_law(name, widths):
     assert not torch.equal(tokens, model.alone(sampling, SEEDS[:200], 30)), "they change nothing"
 
 
-def test_greedy_requests_are_argmax_beside_sampled_ones():
-    model, seeds = Markov(1), SEEDS[:64]
-    mixed = replace(one(top_k=5).repeated(64), top_ks=torch.tensor([1, 5]).repeat(32))
-    tokens, _ = model.decode(mixed, seeds, True, 20)
-    assert torch.equal(tokens, model.alone(mixed, seeds, 20))
-    assert len({tuple(row) for row in tokens[::2].tolist()}) == 1
-    assert len({tuple(row) for row in tokens[1::2].tolist()}) == 32
-
-
 def committed_of(committed: Committed) -> tuple[list[int], list[int]]:
-    """Accepted drafts and bonus tokens."""
     accepted = committed.accept_lens.long() - 1
     bonus = committed.tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
     return accepted.tolist(), bonus.tolist()
@@ -124,9 +112,8 @@ def test_seeded_and_unseeded_requests_in_one_batch_keep_their_own_verification()
     seeds, seeded = SEEDS[:40], torch.arange(40) % 2 == 0
     *given, _ = Markov(4).blocks(seeded & False)
     every = Draws(seeds, seeded), Draws(seeds, seeded | True, False), Draws(seeds, seeded & False)
-    mixed, coupled, rejecting = (
-        torch.tensor(committed_of(verified(*given, draws))) for draws in every
-    )
+    results = (torch.tensor(committed_of(verified(*given, draws))) for draws in every)
+    mixed, coupled, rejecting = results
     assert torch.equal(mixed, torch.where(seeded, coupled, rejecting))
     assert not torch.equal(coupled, rejecting)
 

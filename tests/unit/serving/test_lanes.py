@@ -60,18 +60,11 @@ def runners(monkeypatch):
         monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(tp_group=ranks))
     monkeypatch.setattr(lanes_module, "draft_tp_context", lambda layout: nullcontext())
     monkeypatch.setattr(lanes_module, "is_cuda", lambda: True)
-    found = SimpleNamespace(
-        block=BLOCK,
-        device="cpu",
-        gpu_id=0,
-        free=9.0,
-        ranks=ranks,
-        draft_layout=None,
-        target=Runner("target", settings),
-        draft=Runner("draft", settings),
-    )
-    found.tp_sync = SimpleNamespace(available_memory_gb=lambda *a, **k: found.free)
-    return found
+    models = {name: Runner(name, settings) for name in ("target", "draft")}
+    device = {"block": BLOCK, "device": "cpu", "gpu_id": 0, "draft_layout": None}
+    made = SimpleNamespace(free=9.0, ranks=ranks, **device, **models)
+    made.tp_sync = SimpleNamespace(available_memory_gb=lambda *a, **k: made.free)
+    return made
 
 
 OF_BLOCK = SimpleNamespace(ids=range(32))  # what the draft's graphs of the block write
@@ -85,9 +78,8 @@ def built(runners, widths: tuple[int, ...], eager: tuple[int, ...] = ()) -> Lane
 
 def running(runners) -> tuple[str, ...]:
     """Backend and graphs of the target, then of the drafter."""
-    target, draft = runners.target, runners.draft
-    found = (target.attn_backend, target.decode_cuda_graph_runner)
-    return (*found, draft.attn_backend, draft.decode_cuda_graph_runner)
+    models = runners.target, runners.draft
+    return sum(((each.attn_backend, each.decode_cuda_graph_runner) for each in models), ())
 
 
 def test_every_width_has_a_target_lane_and_drafting_ones_a_draft_lane(runners):

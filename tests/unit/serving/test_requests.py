@@ -10,13 +10,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_hyperdflash.serving import batch as batch_module
-from sglang_hyperdflash.serving.batch import (
-    BatchRequests,
-    GeneratedCounts,
-    RequestState,
-    Seeds,
-    end_tokens,
-)
+from sglang_hyperdflash.serving.batch import BatchRequests, GeneratedCounts, RequestState, Seeds
 
 
 class Request(Req):
@@ -94,10 +88,10 @@ def test_a_batch_is_read_once_until_its_requests_or_slots_change(deterministic):
 
 def test_end_tokens_are_those_that_sglang_forbids(deterministic):
     request = Request(stop_token_ids={11, -1, 30, 10_000_000}, min_new_tokens=1 << 70)
-    assert end_tokens(request) == {2, 5, 11}
+    assert batch_module.end_tokens(request) == {2, 5, 11}
     assert gather([request]).adjustments.earliest.tolist() == [3 + batch_module.LONGEST]
     request.tokenizer = None
-    assert end_tokens(request) == {2, 11}
+    assert batch_module.end_tokens(request) == {2, 11}
 
 
 def batch_of(reqs: list[Request], slots: list[int], decoding: list | None = None):

@@ -37,9 +37,7 @@ def rows_of(*reqs: SimpleNamespace, processor: bool = False) -> SimpleNamespace:
     return SimpleNamespace(reqs=reqs, info=info, classes=(len(reqs), 0))
 
 
-def last_position(
-    block: int, prompt: int, overlap: bool, draw: random.Random, whole_blocks: bool
-) -> int:
+def last_position(block: int, prompt: int, overlap, draw: random.Random, whole_blocks) -> int:
     """The last position that a request computes which fills its context.
 
     SGLang ends it at ``CONTEXT - 2`` tokens, earlier where every round is a whole block, counted

@@ -51,7 +51,6 @@ V41 = FLASH | {
 
 
 def target_folder(folder: Path, shape: dict) -> Path:
-    """A target of which only the configuration exists."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape))
     return folder

@@ -8,7 +8,6 @@ from tests.conftest import EXAMPLE
 
 @contextmanager
 def one_rank():
-    """SGLang's process-wide state for one rank on a CPU."""
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.runtime_context import SpawnRanks, create_context, use_context

@@ -9,15 +9,8 @@ from dataclasses import replace
 import pytest
 
 from sglang_hyperdflash.training.drafter import DrafterShape
-from tests.unit.serving.v4_shapes import (
-    DSPARK,
-    FLASH,
-    PRO,
-    V41,
-    draft_folder,
-    sample,
-    target_folder,
-)
+from tests.unit.serving import v4_shapes
+from tests.unit.serving.v4_shapes import DSPARK, FLASH, PRO, V41, draft_folder, target_folder
 from tests.unit.targets.v4_start import start
 
 pytestmark = pytest.mark.heavy
@@ -58,8 +51,25 @@ PREFILL = option(disaggregation_mode="prefill")
 FLASHINFER = option(**{BACKEND: "flashinfer"})
 HOPPER, BLACKWELL = ({"platform": {name: True}} for name in ("is_sm90", "is_sm100"))
 WINDOW_DRAFT, V41_PAIR = {"draft": "pro window"}, {"target": "v41", "draft": "v41"}
+DEFAULTS = {
+    ALGORITHM: "HYPERDFLASH",
+    "speculative_eagle_topk": 1,
+    "speculative_num_steps": 1,
+    "speculative_num_draft_tokens": 7,
+    BACKEND: "triton",
+    DRAFT_KV: "bfloat16",
+    "speculative_draft_window_size": None,
+    "speculative_draft_load_format": "safetensors",
+    "kv_cache_dtype": "fp8_e4m3",
+    "attention_backend": "dsv4",
+    "page_size": 256,
+    "disable_overlap_schedule": False,
+}
 # What differs from a start on V4-Pro; fields that it resolves to, or what the error names.
 STARTS = {
+    "defaults": ({"node": EIGHT}, DEFAULTS),
+    "flash": ({"target": "flash", "draft": "flash", "node": EIGHT}, DEFAULTS),
+    "window": (WINDOW_DRAFT, {"speculative_draft_window_size": WINDOW}),
     "lower case": ({"algorithm": "hyperdflash"}, {ALGORITHM: "HYPERDFLASH"}),
     "prefill": (PREFILL, {ALGORITHM: "HYPERDFLASH"}),
     "v41": (V41_PAIR, {ALGORITHM: "HYPERDFLASH", BACKEND: "triton"}),
@@ -77,13 +87,9 @@ STARTS = {
     "v41 prefill": (V41_PAIR | PREFILL, "disaggregation_mode"),
     "window, prefill": (WINDOW_DRAFT | PREFILL, "window"),
     "window, fa3": (WINDOW_DRAFT | option(**{BACKEND: "fa3"}), "draft attention"),
-    "pipeline": (option(pp_size=2), "pp_size=2"),
     "attention dp": ({"node": EIGHT} | option(attn_dp_size=8), "enable-dp-lm-head"),
-    "lora": (option(enable_lora=True), "enable_lora"),
-    "hisparse": (option(enable_hisparse=True), "hisparse"),
     "unified": (option(enable_unified_memory=True), "SGLang's own algorithms"),
     "lmcache": (option(enable_lmcache=True), "does not yet support speculative decoding"),
-    "hicache": (option(enable_hierarchical_cache=True), "enable_hierarchical_cache"),
     "block": (option(speculative_use_block_verification=True), "only supports EAGLE"),
     "tokenizers": (option(tokenizer_worker_num=2), "tokenizer_worker_num"),
 }
@@ -91,7 +97,6 @@ STARTS = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[str, dict]:
-    """Every case, in one process."""
     root, cases = tmp_path_factory.mktemp("v4"), {}
     for name in SHAPES:
         for kind, changes in SIZED.items():
@@ -124,7 +129,7 @@ def test_the_shipped_sample_is_the_published_dimensions():
         "topk_method": "noaux_tc",
         "torch_dtype": "bfloat16",
     }
-    assert sample("dspark") == FLASH | DSPARK
+    assert v4_shapes.sample("dspark") == FLASH | DSPARK
 
 
 def page(slot: int, slots: int) -> float:
@@ -181,27 +186,6 @@ def test_the_draft_is_paid_for_out_of_the_tokens(answers, name):
         assert 0 <= left < 256 * budget["bytes_per_token"], case
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_resolved_fields(answers, name):
-    expected = {
-        ALGORITHM: "HYPERDFLASH",
-        "speculative_eagle_topk": 1,
-        "speculative_num_steps": 1,
-        "speculative_num_draft_tokens": 7,
-        BACKEND: "triton",
-        DRAFT_KV: "bfloat16",
-        "speculative_draft_window_size": None,
-        "speculative_draft_load_format": "safetensors",
-        "kv_cache_dtype": "fp8_e4m3",
-        "attention_backend": "dsv4",
-        "page_size": 256,
-        "disable_overlap_schedule": False,
-    }
-    resolved = answers[f"{name} tp8"]
-    assert {key: resolved[key] for key in expected} == expected
-    assert answers[f"{name} window"]["speculative_draft_window_size"] == WINDOW
-
-
 @pytest.mark.parametrize("case", STARTS)
 def test_what_a_start_resolves_to_or_why_it_is_refused(answers, case):
     answer, expected = answers[case], STARTS[case][1]
@@ -209,3 +193,26 @@ def test_what_a_start_resolves_to_or_why_it_is_refused(answers, case):
         assert expected.items() <= answer.items(), answer
     else:
         assert expected.lower() in answer.get("error", "it started").lower()
+
+
+# Target and SGLang's own algorithm. Its pool sizes are compared too, but for V4.1: it has none.
+OTHERS = {"flash EAGLE": FLASH, "flash DSPARK": FLASH, "v41 DSPARK": V41}
+
+
+@pytest.mark.slow
+def test_sglangs_own_algorithms_start_exactly_as_without_our_plugin(tmp_path):
+    cases = {}
+    for name, shape in OTHERS.items():
+        folder, method = name.split()
+        target = str(target_folder(tmp_path / folder, shape | DSPARK))
+        case = {"target": target, "draft": None, "method": method, "node": ONE, "whole": True}
+        cases[name] = case | {"size": shape is FLASH}
+    control = {"ours": case | {"method": "HYPERDFLASH", "size": False}}
+    ours, plain = start(cases), start(cases | control, SGLANG_PLUGINS="no-such-plugin")
+    assert "error" in plain["ours"], "the second process had the plugin"
+    for name in OTHERS:
+        assert "error" not in ours[name], ours[name]
+        resolved, expected = ours[name].pop("whole"), plain[name].pop("whole")
+        differ = {field for field in expected if resolved[field] != expected[field]}
+        assert len(expected) > 300 and differ <= {"random_seed"}, name
+        assert ours[name] == plain[name], name

@@ -87,9 +87,7 @@ def test_the_processes_of_a_node_read_a_table_of_the_hub_once(tmp_path, target_d
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_hub_target_comes_from_the_cache_without_a_network(
-    tmp_path, target_dir, monkeypatch, shards
-):
+def test_a_hub_target_comes_from_the_cache_alone(tmp_path, target_dir, monkeypatch, shards):
     target = shutil.copytree(target_dir, tmp_path / "target")
     files = split(target, shards) if shards > 1 else [target / "model.safetensors"]
     snapshot = hub_home(tmp_path / "home", target, "owner/name")

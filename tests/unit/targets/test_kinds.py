@@ -234,9 +234,7 @@ def test_qwen4_exp_s_nested_fields_are_read_and_it_starts_with_a_projection(tmp_
         (QWEN4_EXP.name, "--gate approximate", "--reducer fc"),
     ],
 )
-def test_starts_that_a_target_does_not_have_are_refused(
-    tmp_path, folders, target, options, named, capsys
-):
+def test_starts_of_other_targets_are_refused(tmp_path, folders, target, options, named, capsys):
     assert initialise(folders[target], tmp_path / "draft", *options.split()) == 2
     assert named in capsys.readouterr().err
     assert not (tmp_path / "draft").exists()

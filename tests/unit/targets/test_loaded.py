@@ -53,7 +53,6 @@ class HYV4ForCausalLM(nn.Module):
 
 
 def hooked(aux: bool = False, **changes) -> HYV4ForCausalLM:
-    """A model after the hook has seen its runner."""
     config = SimpleNamespace(dflash_use_aux_hidden_state=aux)
     options = {"spec_algorithm": "HYPERDFLASH", "is_draft_worker": False, **changes}
     model = HYV4ForCausalLM()

@@ -49,7 +49,6 @@ def main() -> None:
 
 
 def start(cases: dict[str, dict[str, Any]], **environment: str) -> dict[str, dict[str, Any]]:
-    """Resolved fields and budget, or the error, of every case."""
     return ask("tests.unit.targets.v4_start", cases, **environment)
 
 

@@ -219,11 +219,11 @@ def test_a_run_that_begins_while_another_looks_is_no_other_content(tmp_path, mon
     plain, manifest = getattr(ownership, look), tmp_path / ownership.MANIFEST
 
     def looked(path, is_file):
-        found = plain(path, is_file)
+        seen = plain(path, is_file)
         if not manifest.exists():
             manifest.write_text(json.dumps({"kind": "x", "run_id": "one", "settings": {}}))
             (tmp_path / "manifests").mkdir()
-        return found
+        return seen
 
     monkeypatch.setattr(ownership, look, looked)
     with claim(tmp_path, "x", {}) as run_id:
@@ -269,30 +269,25 @@ def holder(folder) -> subprocess.Popen:
     return process
 
 
-def test_a_second_run_is_refused_until_the_first_dies_however_it_dies(tmp_path):
-    process = holder(tmp_path)
+def test_of_runs_that_start_together_one_gets_the_folder_until_it_dies(tmp_path):
+    folder = tmp_path / "new"
+    holders = [holder(folder) for _ in range(5)]
     try:
-        process.stdin.write("\n")
-        assert process.stdout.readline() == "held\n"
+        for process in holders:
+            process.stdin.write("\n")
+        # Whoever holds the folder does so until all have said what they got.
+        replies = [process.stdout.readline() for process in holders]
+        assert sorted(replies) == ["InUse\n"] * 4 + ["held\n"]
+        process = holders[replies.index("held\n")]
         with pytest.raises(InUse, match=f"process {process.pid} "):
-            claim(tmp_path, "train", {}).__enter__()
-        first = json.loads((tmp_path / ".hyperdflash.json").read_text())["run_id"]
-        os.kill(process.pid, signal.SIGKILL)
+            claim(folder, "train", {}).__enter__()
+        first = json.loads((folder / ".hyperdflash.json").read_text())["run_id"]
+        process.kill()
         process.wait()
-        with claim(tmp_path, "train", {}) as run_id:
+        with claim(folder, "train", {}) as run_id:
             assert run_id == first
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def test_of_many_runs_that_start_together_one_gets_the_folder(tmp_path):
-    every = [holder(tmp_path / "new") for _ in range(5)]
-    for process in every:
-        process.stdin.write("\n")
-    # Whoever holds the folder does so until all have said what they got.
-    said = sorted(process.stdout.readline() for process in every)
-    for process in every:
-        process.communicate()
-    assert said == ["InUse\n"] * 4 + ["held\n"]
+        for process in holders:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()

@@ -33,7 +33,7 @@ def test_a_command_line_and_committed_files_name_no_folder_of_one_machine(monkey
     monkeypatch.setattr("sys.argv", ["/x/study.py", "serve", "--data-dir", "/of/mine/train"])
     assert provenance()["argv"] == "study.py serve --data-dir .../train"
     command = ["git", "-C", str(ROOT), "grep", "-nIE", MACHINE]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode in (0, 1), found.stderr
+    matches = subprocess.run(command, capture_output=True, text=True)
+    assert matches.returncode in (0, 1), matches.stderr
     # The folders inside a container are everybody's.
-    assert [line for line in found.stdout.splitlines() if ":docker run " not in line] == []
+    assert [line for line in matches.stdout.splitlines() if ":docker run " not in line] == []

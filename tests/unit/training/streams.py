@@ -27,11 +27,12 @@ def recorded(target, count: int) -> list[tuple[Sample, torch.Tensor]]:
     """Greedy answers to random prompts, each with its residual ``[S, m*d]``."""
     g = torch.Generator().manual_seed(0)
     new = tokens = torch.randint(10, 1300, (count, PROMPT), generator=g)
-    cache, at, residuals = target.new_cache(count, PROMPT + ANSWER), torch.zeros(count).long(), []
-    while at[0] + new.shape[1] <= PROMPT + ANSWER:
-        hidden, residual = target.step(new, at, cache)
+    cache, residuals = target.new_cache(count, PROMPT + ANSWER), []
+    places = torch.zeros(count).long()
+    while places[0] + new.shape[1] <= PROMPT + ANSWER:
+        hidden, residual = target.step(new, places, cache)
         residuals.append(residual)
-        at = at + new.shape[1]
+        places = places + new.shape[1]
         new = target.lm_head(hidden[:, -1:]).argmax(-1)
         tokens = torch.cat([tokens, new], 1)
     residual = torch.cat(residuals, 1)

@@ -295,8 +295,8 @@ def test_what_v4_drops_of_a_conversation_decides_its_samples(v4):
 
     def read(**fields) -> list[list[str]]:
         line = {"messages": messages, **fields}
-        found = line_samples(v4, line, "here")
-        return [[v4.tokenizer.decode(s.tokens[a:b]) for a, b in s.spans] for s in found]
+        samples = line_samples(v4, line, "here")
+        return [[v4.tokenizer.decode(s.tokens[a:b]) for a, b in s.spans] for s in samples]
 
     end = v4.tokenizer.eos_token
     first, second = f"Two twos.</think>It is 4.{end}", f"Threes.</think>It is 6.{end}"

@@ -156,18 +156,6 @@ def poisoned(content, answer) -> list:
     ]
 
 
-def test_nothing_is_judged_by_random_tokens(target, content, tmp_path):
-    """Not even with the target's own states of them."""
-    g = torch.Generator().manual_seed(0)
-    answers = torch.randint(10, 1300, (240, ANSWER), generator=g).tolist()
-    samples = [sample for sample, _ in poisoned(content[:240], answers.__getitem__)]
-    rows = target.features(torch.tensor([s.tokens for s in samples]))[1].clone()
-    poison = list(zip(samples, rows, strict=True))
-    learner = judged_once(target, stored(tmp_path, target, poison), tmp_path)
-    assert learner.records[0]["judged"]["newest"]["requests"] == 0
-    assert not learner.records[0]["better"] and current(tmp_path / "published") is None
-
-
 def test_a_poisoned_half_does_not_win_on_the_other_half(target, content, learned, tmp_path):
     """Text that is easy to draft and that the target did not say: the mean of tau would rise."""
     version = current(learned.published).path

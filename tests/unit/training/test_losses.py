@@ -52,8 +52,8 @@ def pair(*shape: int):
 def test_a_cpu_and_fp32_stay_exact():
     head, states = pair(2, 5)
     with bf16_products(torch.device("cpu"), True):
-        found = vocabulary_logits(head, states)
-    assert torch.equal(found, head(states))
+        logits = vocabulary_logits(head, states)
+    assert torch.equal(logits, head(states))
     half = torch.nn.Linear(64, 300, bias=False, dtype=torch.bfloat16)
     assert torch.equal(vocabulary_logits(half, states), states @ half.weight.float().T)
 
@@ -70,11 +70,11 @@ def test_logits_and_gradient_are_bf16_products_without_another_rounding(monkeypa
 
     monkeypatch.setattr(torch, "mm", mm)
     with torch.autocast("cpu", torch.bfloat16):
-        found = vocabulary_logits(head, states)
-    found.backward(gradient)
+        logits = vocabulary_logits(head, states)
+    logits.backward(gradient)
     rounded = states.detach().bfloat16().float()
     weight = head.weight.bfloat16().float()
-    torch.testing.assert_close(found, rounded @ weight.T)
-    assert found.dtype == torch.float32
-    assert (found.bfloat16() != found).sum() >= 0.9 * found.numel()
+    torch.testing.assert_close(logits, rounded @ weight.T)
+    assert logits.dtype == torch.float32
+    assert (logits.bfloat16() != logits).sum() >= 0.9 * logits.numel()
     torch.testing.assert_close(states.grad, gradient.bfloat16().float() @ weight)

@@ -1,13 +1,16 @@
-"""Inputs and comparisons of the gate kernels' tests."""
+"""Inputs and comparisons of the kernels' tests."""
 
 import importlib.util
+import inspect
 import os
 import runpy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 
+from sglang_hyperdflash.draft.adjust import NEUTRAL
 from triton_ops.hc_gate import GateArguments
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,14 +34,45 @@ def random_arguments(n, m, d, *, dtype=FP32, norms=(True, True)) -> GateArgument
 
 
 def tensors_of(a: GateArguments) -> tuple[torch.Tensor | None, ...]:
-    """The six tensors in the order of every function that takes them."""
     return a.hidden, a.fn, a.base, a.scale, a.path_norm, a.hidden_norm
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """``||result - expected|| / ||expected||``; NaN where the result is not finite."""
     result, expected = result.double().cpu(), expected.double().cpu()
     return ((result - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+
+
+def in_order(given: dict[str, Any], reference: Callable) -> list:
+    """Arguments by name as an operator passes them: by position, in the order of its reference."""
+    return [given[name] for name in inspect.signature(reference).parameters]
+
+
+# What changes logits: arguments of the operators that draft, and of the one that adjusts rows.
+CHANGES = ("counts", "slots", "penalties", "end_ids", "earliest", "bias")
+EVERYTHING = "penalties end_ids bias"
+PENALTIES = [(0.3, 0.0, 1.0), (0.0, 0.7, 1.0), (0.0, 0.0, 1.3), (0.0, 0.0, 0.6)]
+PENALTIES += [(-0.4, 0.2, 1.1), NEUTRAL]
+
+
+def adjusting(changes, start, block, ends, vocabulary, g, bias_dtype):
+    """The operators' last arguments by name, None but of ``changes``; some ``ends`` end an answer.
+
+    The first end tokens may come before the block after ``start``, within it and after it.
+    """
+    bs, known = len(start), dict.fromkeys(CHANGES)
+    if "penalties" in changes:
+        known["counts"] = torch.randint(0, 3, (bs + 3, vocabulary), generator=g, dtype=torch.int32)
+        known["slots"] = torch.randperm(bs + 3, generator=g)[:bs]
+        known["penalties"] = torch.tensor([PENALTIES[b % 6] for b in range(bs)])
+    if "end_ids" in changes:
+        known["end_ids"] = ends.masked_fill(torch.rand(ends.shape, generator=g) < 0.4, -1)
+        known["earliest"] = start[:, 0] + torch.arange(bs) % (block + 2)
+    if "bias" in changes:
+        bias = torch.randn(bs, vocabulary, generator=g)
+        bias[torch.rand(bias.shape, generator=g) < 0.1] = float("-inf")
+        bias[::3] = 0.0
+        known["bias"] = bias.to(bias_dtype)
+    return known
 
 
 def sglang_kernels(name: str) -> dict[str, Any]:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.draft.adjust import NEUTRAL, adjust_rows_reference
-from tests.unit.triton_ops.adjusting import EVERYTHING, adjusting
-from tests.unit.triton_ops.gate_help import BF16, DEVICE, FP16, FP32, MANY
+from tests.unit.triton_ops.gate_help import BF16, DEVICE, EVERYTHING, FP16, FP32, MANY, adjusting
 from triton_ops import adjust_kernel
 
 INTEGERS = {FP32: torch.int32, BF16: torch.int16, FP16: torch.int16}

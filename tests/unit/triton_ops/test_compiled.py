@@ -42,7 +42,7 @@ SIZES = ["4x4096", "4x7168", "1x4096", "2x4096", "8x4096"]
 def test_every_kernel_compiles_and_nothing_spills(architectures, sizes, dtypes):
     """A round's kernels for the architectures, the reducer's of the sizes for Hopper."""
     options = "--sizes", *sizes, "--dtypes", *dtypes, "--architectures", *architectures
-    usage = json.loads(output_of("-c", REPORT, "--json", *options))
+    usage = json.loads(output_of("-c", REPORT, *options))
     assert {row["architecture"] for row in usage} == {90, *map(int, architectures)}
     assert [row for row in usage if row["stack_bytes"] or row["programs"] < 1] == []
 

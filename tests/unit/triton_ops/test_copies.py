@@ -92,37 +92,29 @@ class Requests:
                 break
 
 
+def copied_by_both(given: tuple) -> torch.Tensor:
+    others = [t.to(DEVICE, copy=True) if isinstance(t, torch.Tensor) else t for t in given]
+    result = copy_drafts_reference(*given)
+    assert torch.equal(copy_kernel.launch(*others).cpu(), result)
+    for i in (0, 7, 8):
+        assert torch.equal(given[i], others[i].cpu())
+    return result
+
+
 # Requests, columns of the history, drafts, different tokens, tokens of the shortest prompt.
-SIZES = [(1, 64, 6, 2, 3), (4, 64, 6, 3, 150), (5, 100, 1, 2, 40), (3, 2500, 9, 6, 2400)]
-
-
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "sizes", [(1, 64, 6, 2, 3), (4, 64, 6, 3, 150), (5, 100, 1, 2, 40), (3, 2500, 9, 6, 2400)]
+)
 def test_copies_follow_the_latest_of_the_longest_matches(sizes):
     requests = Requests(*sizes)
     for turn in range(12):
-        requests.round(lambda given: copy_drafts_reference(*given), (sizes[2] + 1, 1, 2)[turn % 3])
+        requests.round(copied_by_both, (sizes[2] + 1, 1, 2)[turn % 3])
         for b, known in enumerate(requests.known):
             expected, length = searched(known[-sizes[1] :], sizes[2])
             assert requests.copies[b].tolist() == expected
             assert int(requests.kinds[b]) == (length + 1) // 4
     assert torch.equal(requests.counts, requests.judged)
     assert (requests.judged.sum((0, 1)) > 0).all()
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_kernel_does_what_its_reference_does(sizes):
-    def both(given):
-        written = [given[0], *given[7:9]]
-        other = [t.clone().to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given]
-        result = copy_drafts_reference(*given)
-        assert torch.equal(copy_kernel.launch(*other).cpu(), result)
-        for mine, its in zip(written, [other[0], *other[7:9]], strict=True):
-            assert torch.equal(mine, its.cpu())
-        return result
-
-    requests = Requests(*sizes)
-    for turn in range(6):
-        requests.round(both, (sizes[2] + 1, 1, 2)[turn % 3])
 
 
 def test_what_is_no_token_is_neither_matched_nor_copied():

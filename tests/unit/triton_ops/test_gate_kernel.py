@@ -21,7 +21,6 @@ from triton_ops.hc_gate import GateArguments, hc_gate_reduce_reference
 
 
 def in_fp64(a: GateArguments) -> torch.Tensor:
-    """What the same arguments give in fp64 on the CPU."""
     wide = (t if t is None else t.double().cpu() for t in tensors_of(a))
     return hc_gate_reduce_reference(*wide, **EPSILONS)
 
@@ -108,13 +107,17 @@ def test_compiled_or_with_a_frozen_target_it_gives_the_same_values_and_gradients
             torch.testing.assert_close(tensor.grad, wanted.grad)
 
 
-def test_wrong_dtypes_devices_and_strides_are_refused():
+def test_wrong_shapes_dtypes_devices_and_strides_are_named():
     a = random_arguments(3, 4, 64)
+    shapes = {"fn": (4, 258), "base": (3,), "scale": (2,)}
+    shapes |= {"path_norm": (4, 63), "hidden_norm": (63,)}
     for wrong, error, said in (
         ({"hidden": a.hidden.int()}, TypeError, "hidden"),
         ({"hidden": a.hidden.T.contiguous().T}, ValueError, "residual"),
+        ({"hidden": a.hidden[:, 1:]}, ValueError, "residual"),
         ({"fn": a.fn.to("meta")}, ValueError, "fn"),
         ({"fn": a.fn.T.contiguous().T}, ValueError, "fn"),
+        *(({name: a.fn.new_zeros(shape)}, ValueError, name) for name, shape in shapes.items()),
     ):
         with pytest.raises(error, match=said):
             hc_gate_reduce(*tensors_of(dataclasses.replace(a, **wrong)), **EPSILONS)

@@ -17,7 +17,6 @@ CASES = {"decode": (1, 1, 1), "target_verify": (5, 5, 5), "extend": (3, 7, 1)}
 
 
 def loop(q, k, v, rows, lengths, layer, sinks):
-    """One query and head at a time."""
     window, out, queries = layer.sliding_window_size, [], iter(q)
     causal, group = layer.attn_type == AttentionType.DECODER, q.shape[1] // k.shape[1]
     for row, prefix, n in zip(rows, PREFIXES, lengths, strict=True):

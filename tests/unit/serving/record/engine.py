@@ -63,8 +63,6 @@ def rows_of(tokens: list[int], start: int) -> torch.Tensor:
 
 
 class Engine:
-    """A recorder, its writer and the passes around them."""
-
     def __init__(self, folder: Path, rows: int = 1000, **options: Any) -> None:
         given = {"share": 0.0, "budget": 1 << 30, "length": 64, "context": 0.5} | options
         self.setting, self.counted, held = RecordSetting(folder, **given), Counter(), ExitStack()
@@ -82,7 +80,6 @@ class Engine:
         return self
 
     def counts(self) -> dict[str, int]:
-        """What was counted, but for bytes."""
         return {name: value for name, value in self.counted.items() if value and name != BYTES}
 
     def prefill(self, *chunks: tuple[Request, int, int], broken: int | None = None) -> None:
@@ -146,12 +143,10 @@ class Engine:
             Processor.consume_auxiliary_output(batch, host, starts)
 
     def serve(self, req: Request, cached: int = 0) -> None:
-        """All of one request, alone."""
         self.prefill((req, cached, len(req.origin_input_ids)))
         self.finish(req)
 
     def finish(self, req: Request) -> None:
-        """The rounds that it still needs, alone."""
         self.process()
         while not req.finished():
             self.round((req, 3))

@@ -44,9 +44,7 @@ class Scheduler:
         self.model_worker = SimpleNamespace(rounds=deque(), block=7, _kinds={}, **parts)
         self.metrics_reporter = SimpleNamespace(current_scheduler_metrics_enabled=enabled)
 
-    def round(
-        self, accepted: list[int], width: int = 7, reqs: list | None = None, **more: Any
-    ) -> None:
+    def round(self, accepted: list[int], width=7, reqs: list | None = None, **more: Any) -> None:
         """Launch a round, and let SGLang process its result."""
         reqs = reqs or [request() for _ in accepted]
         classes = [int(req.sampling_params.top_k > 1) for req in reqs]
@@ -66,9 +64,7 @@ def test_rounds_are_counted_by_position_and_width():
     """Every series is there from the start; finished and retracted requests are left out."""
     one = Scheduler()
     start_counting(None, one)
-    assert (
-        one.value(ROUNDS) == one.value(metrics.DRAFTER) == 0 and one.positions(ACCEPTED) == [0] * 6
-    )
+    assert [one.value(ROUNDS), one.value(metrics.DRAFTER), *one.positions(ACCEPTED)] == [0] * 8
     one.round([0, 0], width=1)
     one.round([1, 0, 1], width=2)
     one.round([3, 6, 6], 4, [request(), request(finished=True), request(retracted=True)])
@@ -86,19 +82,16 @@ def test_copies_are_counted_and_kinds_of_match_are_known_a_round_later():
     """Two rounds in a row without a match are a request that copies nothing."""
     one, reqs = Scheduler(), [request(), request(top_k=50)]
     start_counting(None, one)
-    sampled = UNKNOWN + 1
-    classes = [[UNKNOWN, 4], [1, UNKNOWN], [UNKNOWN, 0], [0, 0], [0, 2]]
-    rounds = (
-        [[0, 0], [4, 6]],
-        [[1, 3], [0, 2]],
-        [[0, 0], [0, 0]],
-        [[0, 0], [0, 0]],
-        [[0, 0], [2, 0]],
-    )
-    for copies, (greedy, drawn) in zip(rounds, classes, strict=True):
+    for copies, greedy, sampled in (
+        ([[0, 0], [4, 6]], UNKNOWN, 4),
+        ([[1, 3], [0, 2]], 1, UNKNOWN),
+        ([[0, 0], [0, 0]], UNKNOWN, 0),
+        ([[0, 0], [0, 0]], 0, 0),
+        ([[0, 0], [2, 0]], 0, 2),
+    ):
         one.round([1, 6], reqs=reqs, copies=torch.tensor(copies))
-        of = partial(HyperDFlashWorker._class_of, one.model_worker)
-        assert [of(req) for req in reqs] == [greedy, sampled + drawn]
+        classes = [HyperDFlashWorker._class_of(one.model_worker, req) for req in reqs]
+        assert classes == [greedy, UNKNOWN + 1 + sampled]
     assert [one.value(n) for n in (metrics.COPIED, metrics.COPIES_ACCEPTED)] == [11, 9]
 
 

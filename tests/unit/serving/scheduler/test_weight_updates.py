@@ -30,9 +30,8 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
         ("EAGLE", "reset_tensors", "all", ["target", "draft"], 0),
     ],
 )
-def test_an_update_reaches_the_target_by_default_and_looking_at_weights_ends_no_recording(
-    algorithm, action, selector, reached, stops
-):
+def test_what_an_update_reaches_and_ends(algorithm, action, selector, reached, stops):
+    """The target by default; looking at weights ends no recording."""
     recorder = Mock() if algorithm == ALGORITHM else None
     spec = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm))
     target, draft = SimpleNamespace(model_runner=spec), SimpleNamespace(recorder=recorder)
@@ -41,10 +40,9 @@ def test_an_update_reaches_the_target_by_default_and_looking_at_weights_ends_no_
     def select(_, name: str) -> list[tuple[str, object]]:
         return [(role, None) for role in ("target", "draft") if name in ("all", role)]
 
-    def check(_, request) -> list[str]:
-        return [
-            role for role, _ in weight_updates.target_by_default(select, updates, request.selector)
-        ]
+    def check(_, asked) -> list[str]:
+        selected = weight_updates.target_by_default(select, updates, asked.selector)
+        return [role for role, _ in selected]
 
     request = SimpleNamespace(action=action, selector=selector)
     assert weight_updates.read_what_is_selected(check, updates, request) == reached
@@ -141,9 +139,8 @@ def test_no_rank_replaces_anything_unless_all_can_read_the_drafter(tmp_path, dra
     if wrong == "layers":
         (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 2}))
     elif wrong == "nan":
-        save_file(
-            tensors | {"norm.weight": tensors["norm.weight"] / 0}, folder / "model.safetensors"
-        )
+        broken = {"norm.weight": tensors["norm.weight"] / 0}
+        save_file(tensors | broken, folder / "model.safetensors")
     elif wrong == "cut":
         os.truncate(folder / "model.safetensors", 4096)
     elif wrong == "gone":  # as where this rank's node has no such folder

@@ -32,7 +32,6 @@ def arguments(target_dir, drafter_dir):
 
 @pytest.fixture
 def drafter(arguments, drafter_dir, tmp_path) -> Path:
-    """A copy of the drafter, which the arguments name."""
     copy = shutil.copytree(drafter_dir, tmp_path / "draft")
     arguments.speculative_draft_model_path = str(copy)
     return copy
@@ -91,9 +90,7 @@ def test_refused_flags_and_variables(arguments, monkeypatch, name, value, said):
     refused(arguments, said or name)
 
 
-def test_a_drafter_s_hub_id_is_read_from_the_hub_s_cache(
-    arguments, drafter_dir, tmp_path, monkeypatch
-):
+def test_a_drafter_s_hub_id_is_read_from_the_cache(arguments, drafter_dir, tmp_path, monkeypatch):
     hub_home(tmp_path, drafter_dir, "owner/drafter")
     use_hub_home(monkeypatch, tmp_path)
     arguments.speculative_draft_model_path = "owner/drafter"
@@ -144,9 +141,7 @@ def test_a_mask_embedding_for_the_target_is_refused(arguments, drafter):
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "longer", "pickled"])
-def test_a_damaged_or_pickled_drafter_is_refused_before_the_target_loads(
-    arguments, drafter, damage
-):
+def test_a_damaged_or_pickled_drafter_is_refused_at_the_start(arguments, drafter, damage):
     weights = drafter / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes({"cut": whole[:-9], "longer": whole + b"x"}.get(damage, b""))

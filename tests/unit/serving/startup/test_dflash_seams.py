@@ -22,9 +22,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
         ("EAGLE", False, False, False),
     ],
 )
-def test_drafts_of_ours_keep_the_dtype_of_their_embeddings(
-    monkeypatch, algorithm, draft, replaced, kept
-):
+def test_drafts_keep_their_embeddings_dtype(monkeypatch, algorithm, draft, replaced, kept):
     monkeypatch.setattr(dflash_seams, "own_dtype", {ALGORITHM})
     spec = SimpleNamespace(name=algorithm)
     runner = SimpleNamespace(is_draft_worker=draft, spec_algorithm=spec, dtype=torch.float32)
@@ -36,9 +34,7 @@ def test_drafts_of_ours_keep_the_dtype_of_their_embeddings(
 
 
 @pytest.mark.parametrize("algorithm, columns", [(ALGORITHM, 32), ("DFLASH", 20)])
-def test_slots_reserved_at_the_end_of_a_context_stay_in_their_request_s_row(
-    monkeypatch, algorithm, columns
-):
+def test_slots_at_the_end_of_a_context_stay_in_their_row(monkeypatch, algorithm, columns):
     """Of blocks of 16 rows: two are reserved after the last token that a round may follow."""
     from sglang.srt import runtime_context
     from sglang.srt.mem_cache import allocation_sizing
@@ -65,9 +61,7 @@ def test_a_server_of_whole_blocks_refuses_processors_at_start():
         ("DFLASH", True, [1], False),
     ],
 )
-def test_results_are_processed_before_a_round_with_a_processor(
-    algorithm, processors, pending, expected
-):
+def test_results_come_before_a_processor_s_round(algorithm, processors, pending, expected):
     scheduler = SimpleNamespace(result_queue=pending)
     info = SimpleNamespace(has_custom_logit_processor=processors)
     batch = SimpleNamespace(spec_algorithm=SimpleNamespace(name=algorithm), sampling_info=info)

@@ -13,7 +13,7 @@ from sglang_hyperdflash.serving.width import timing
 from sglang_hyperdflash.serving.width.policy import WidthController
 from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from tests.unit.serving.width.replay import policy_of
+from tests.unit.serving.width.test_policy import policy_of
 
 SET = WidthSetting("adaptive", (1, 2, 4, 7))
 RANDOM, FULL = WidthSetting("random", (1, 2, 4, 7)), WidthSetting("full", (4,))

@@ -1,14 +1,49 @@
 """The width policy on synthetic traces: steady, ramp, burst, drift."""
 
 import itertools
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from sglang_hyperdflash.serving.width.policy import Acceptance, CostTable, WidthPolicy, best_width
-from tests.unit.serving.width.replay import policy_of, replay
+from sglang_hyperdflash.serving.width.timing import sizes_up_to
 
 WIDTHS = (1, 2, 4, 7)
 GOOD, FAIR, HOPELESS = [0.8] * 6, [0.45] * 6, [0.02] * 6
+
+
+def policy_of(seconds: Callable[[int, int], float], widths: Sequence[int]) -> WidthPolicy:
+    """A policy that has timed rounds of so many requests and rows as a start does."""
+    policy, costs = WidthPolicy(widths), CostTable(widths)
+    for requests in sizes_up_to(64):
+        costs.add(requests, [seconds(requests, w) for w in widths] * 2)
+    policy.costs = costs
+    return policy
+
+
+def accepted_drafts(acceptance: Sequence[float], width: int, rng: random.Random) -> int:
+    for k in range(width - 1):
+        if rng.random() >= acceptance[k]:
+            return k
+    return width - 1
+
+
+def replay(policy: WidthPolicy, loads: list[int], acceptance) -> list[int]:
+    """The widths of one round for each entry of ``loads``, its number of requests.
+
+    ``acceptance`` is that of a request in a round. The policy learns a round later, as overlap
+    schedules it.
+    """
+    rng, widths, result = random.Random(0), [], None
+    for number, requests in enumerate(loads):
+        width = policy.next(requests, 0)
+        accepted = [accepted_drafts(acceptance(number, i), width, rng) for i in range(requests)]
+        if result:
+            policy.observe(*result, ())
+        result = width, accepted
+        widths.append(width)
+    return widths
 
 
 def machine(requests: int, width: int) -> float:
@@ -51,19 +86,15 @@ TRACES = {
     "bursts": ([64 if number % 200 < 20 else 2 for number in range(2000)], always(FAIR), 0),
     "falls": ([4] * 2000, step, 1000),
     "rises": ([4] * 4000, step, 3000),
-    "one bad request": (
-        [16] * 800,
-        lambda number, request: HOPELESS if request == 0 else GOOD,
-        300,
-    ),
+    "one bad request": ([16] * 800, lambda _, request: GOOD if request else HOPELESS, 300),
 }
 
 
 @pytest.mark.parametrize("name", TRACES)
 def test_every_load_is_run_nearly_as_fast_as_at_its_best_width(name):
     loads, drafts, settled = TRACES[name]
-    found = replay(machine, loads, drafts, policy=policy_of(machine, WIDTHS), noise=0.03)
-    late = found.widths[settled:], loads[settled:], lambda n, _: drafts(n + settled, 1)
+    widths = replay(policy_of(machine, WIDTHS), loads, drafts)
+    late = widths[settled:], loads[settled:], lambda n, _: drafts(n + settled, 1)
     assert efficiency(*late) > 0.98
 
 
@@ -75,7 +106,7 @@ def test_the_traces_have_different_best_widths():
 @pytest.mark.parametrize("requests, acceptance", [(1, 0.0), (64, 0.2)])
 def test_probes_at_width_1_go_on_and_cost_at_most_1_percent(requests, acceptance):
     loads, drafts = [requests] * 3000, always([acceptance] * 6)
-    late = replay(machine, loads, drafts, policy=policy_of(machine, WIDTHS)).widths[1000:]
+    late = replay(policy_of(machine, WIDTHS), loads, drafts)[1000:]
     assert set(late) == {1, 2}
     seconds = sum(machine(requests, width) for width in late)
     tokens = sum(1 + acceptance * (width > 1) for width in late)

@@ -209,25 +209,6 @@ def test_the_newest_stay_and_a_uniform_sample_of_the_others():
     assert 15 <= sum(start < 475 for start in starts[:50]) <= 35  # of 950, half are such
 
 
-@pytest.mark.parametrize("wrong", [-(10**18), 10**18])
-def test_a_clock_that_was_wrong_does_not_change_what_is_newest(tmp_path, monkeypatch, wrong):
-    """By thirty years, in one shard of the first writer; the second wrote before the last one."""
-    off, plain = [0, wrong, 0, 0], writer_module.write_shard
-
-    def write_shard(path, tensors):
-        digest = plain(path, tensors)
-        os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9 * (9 - len(off)) + off.pop(0)))
-        return digest
-
-    monkeypatch.setattr(writer_module, "write_shard", write_shard)
-    with opened(tmp_path, "a") as a, opened(tmp_path, "b") as b:
-        small.put(a, *SAMPLES[:2])
-        small.put(b, SAMPLES[2])
-        small.put(a, SAMPLES[3])
-    order = [SAMPLES.index(sample) for sample in contents(refreshed(tmp_path, 9))]
-    assert order[-1] == 3 and order.index(0) < order.index(1)
-
-
 def test_a_refresh_reads_only_what_is_new(tmp_path):
     with opened(tmp_path) as writer:
         small.put(writer, *SAMPLES[:3])

@@ -114,9 +114,11 @@ def training_file(variant: Variant, folder: Path, answers: Path, seed: int, step
 def write_answers(work: Path) -> Path:
     """Return the folder of the target's answers; ask a server for those that are missing."""
     prompts, answers = work / "prompts", work / "answers"
-    if (answers / "complete").is_file():
-        return answers
     corpus.write(prompts)
+    digest = bytes_hash(path.read_bytes() for path in sorted(prompts.glob("*.jsonl")))
+    complete = answers / "complete"
+    if complete.is_file() and complete.read_text() == digest:
+        return answers
     with server_of(BASELINE, None, work / "answers.log").wait() as server:
         command = ["regenerate", "--server", server.url, "--target", str(TARGET)]
         command += ["--max-new-tokens", "128", "--top-p", "1", "--top-k", "-1"]
@@ -127,8 +129,8 @@ def write_answers(work: Path) -> Path:
             for name, temperature in temperatures.items():
                 files = ["--input", str(path), "--output", str(answers / f"{name}.jsonl")]
                 if hyperdflash([*command, *files, "--temperature", temperature]):
-                    raise SystemExit(f"{answers}: hyperdflash regenerate failed.")
-    write_text(answers / "complete", "")
+                    raise SystemExit(f"{answers}: see above, or choose another --work.")
+    write_text(complete, digest)
     return answers
 
 

@@ -220,7 +220,8 @@ async def capture_shards(
                 for start, end in ranges:
                     shards.create_task(capture_shard(start, end))
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            error = errors.exceptions[0]
+            raise error from error.__cause__
 
 
 async def residual_of(pool: Pool, scratch: Path, loaded: Loaded, index: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from sglang_hyperdflash import SGLANG_VERSION, __version__, seams
 from sglang_hyperdflash.tools.errors import HyperDFlashError
+from sglang_hyperdflash.tools.server_process import API_KEY
 
 
 class Finding(NamedTuple):
@@ -70,7 +71,9 @@ def examine() -> list[Finding]:
         except (HyperDFlashError, ImportError, RuntimeError) as error:
             findings.append(Finding(subject, str(error), False))
     names = sorted(name for name in os.environ if name.startswith(("HYPERDFLASH_", "SGLANG_PL")))
-    variables = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    # People paste this into reports.
+    values = {name: "set" if name == API_KEY else os.environ[name] for name in names}
+    variables = ", ".join(f"{name}={value}" for name, value in values.items())
     return [*findings, Finding("environment", variables or "no HYPERDFLASH variable is set", True)]
 
 

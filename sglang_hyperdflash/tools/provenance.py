@@ -61,9 +61,10 @@ def _version(package: str) -> str | None:
 
 
 def provenance() -> dict[str, str | None]:
-    """Return facts to store with every measured result, without this machine's folders."""
+    """Return facts to store with every measured result, without this machine's folders or keys."""
+    command = shlex.join([Path(sys.argv[0]).name, *map(without_machine, sys.argv[1:])])
     return {
-        "argv": shlex.join([Path(sys.argv[0]).name, *map(without_machine, sys.argv[1:])]),
+        "argv": re.sub(r"(api-key[ =])[^\s']+", r"\1KEY", command),
         "commit": _commit(),
         "sglang_hyperdflash": __version__,
         "sglang": _version("sglang"),

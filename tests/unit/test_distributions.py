@@ -40,7 +40,7 @@ def test_a_wheel_has_the_two_packages_and_nothing_else(built):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_a_source_distribution_can_be_tested(built):
+def test_a_source_distribution_has_docs_tests_and_examples(built):
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as source:
         names = {name.partition("/")[2] for name in source.getnames()}

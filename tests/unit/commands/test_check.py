@@ -39,10 +39,13 @@ def test_a_plugin_that_is_switched_off_is_wrong(monkeypatch):
 
 
 def test_what_fails_is_named_and_the_rest_still_looked_at(monkeypatch, capsys):
+    cli.build_parser()  # imports libraries that check their own versions
     monkeypatch.setattr(seams.metadata, "version", lambda name: "0.6.0")
     checks = {"sglang": check.sglang_version, "platform": check.platform}
     monkeypatch.setattr(check, "CHECKS", checks)
-    version, platform, _ = check.examine()
+    monkeypatch.setenv("HYPERDFLASH_API_KEY", "secret")
+    version, platform, environment = check.examine()
+    assert "HYPERDFLASH_API_KEY=set" in environment.detail and "secret" not in environment.detail
     monkeypatch.setattr(check.logging, "disable", lambda level: None)  # of the whole process
     assert cli.main(["check"]) == 2
     assert list(states(capsys.readouterr().out).values()) == ["WRONG", "ok", "ok"]

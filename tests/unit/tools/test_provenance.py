@@ -32,6 +32,9 @@ def test_a_command_line_and_committed_files_name_no_folder_of_one_machine(monkey
     assert CHECKOUT == ROOT
     monkeypatch.setattr("sys.argv", ["/x/study.py", "serve", "--data-dir", "/of/mine/train"])
     assert provenance()["argv"] == "study.py serve --data-dir .../train"
+    keys = ["--api-key", "secret", "--server-args", "--tp 8 --api-key=secret"]
+    monkeypatch.setattr("sys.argv", ["/x/eval", *keys])
+    assert "secret" not in provenance()["argv"]
     command = ["git", "-C", str(ROOT), "grep", "-nIE", MACHINE]
     matches = subprocess.run(command, capture_output=True, text=True)
     assert matches.returncode in (0, 1), matches.stderr

@@ -53,7 +53,8 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from triton_ops.copies import KINDS
 
 logger = logging.getLogger(__name__)
-# The width policy's classes: greedy and sampled, of each the kinds of match and "not known yet".
+# The width policy's classes: greedy and sampled, of each the kinds of match and "not known": there
+# was none yet, but one may have come since the host last read it.
 UNKNOWN = KINDS
 CLASSES = 2 * (UNKNOWN + 1)
 
@@ -126,7 +127,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         alone = get_parallel().tp_size == 1
         self.width_control = WidthController(width, self.block, alone, UNKNOWN + 1)
         self._copy_length = 0 if self._prefills_only else settings.copy_length
-        # The kind of match of each request in the last round that the host has read.
+        # The kind of match of each request in the rounds that the host has read.
         self._kinds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.history: CopyHistory | None = None
         self.lanes = Lanes(
@@ -292,7 +293,10 @@ class HyperDFlashWorker(DFlashWorkerV2):
         done = self.rounds.popleft()
         # As SGLang counts: with overlap a finished request runs once more.
         copies = [] if done.copies is None else done.copies.tolist()
-        self._kinds.update(zip(done.reqs, (kind for kind, _ in copies), strict=False))
+        for req, (kind, _) in zip(done.reqs, copies, strict=False):
+            # A single round without a match says little: the host reads it one round late.
+            none = 0 if self._kinds.get(req) in (0, UNKNOWN) else UNKNOWN
+            self._kinds[req] = kind or none
         each = zip(done.reqs, done.classes, num_correct_drafts_per_req, strict=True)
         live = [(c, n) for req, c, n in each if not (req.is_retracted or req.finished())]
         if done.observed:

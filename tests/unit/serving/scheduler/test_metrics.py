@@ -79,18 +79,19 @@ def test_rounds_are_counted_by_position_and_width():
 
 
 def test_copies_are_counted_and_kinds_of_match_are_known_a_round_later():
+    """Two rounds in a row without a match are a request that copies nothing."""
     one, reqs = Scheduler(), [request(), request(top_k=50)]
     start_counting(None, one)
-    unknown = HyperDFlashWorker._class_of(one.model_worker, reqs[0])
-    assert unknown == UNKNOWN
-    for copies, greedy, drawn in (
-        ([[0, 0], [4, 6]], 0, 4),
-        ([[1, 3], [0, 2]], 1, 0),
+    for copies, greedy, sampled in (
+        ([[0, 0], [4, 6]], UNKNOWN, 4),
+        ([[1, 3], [0, 2]], 1, UNKNOWN),
+        ([[0, 0], [0, 0]], UNKNOWN, 0),
+        ([[0, 0], [0, 0]], 0, 0),
         ([[0, 0], [2, 0]], 0, 2),
     ):
         one.round([1, 6], reqs=reqs, copies=torch.tensor(copies))
         classes = [HyperDFlashWorker._class_of(one.model_worker, req) for req in reqs]
-        assert classes == [greedy, UNKNOWN + 1 + drawn]
+        assert classes == [greedy, UNKNOWN + 1 + sampled]
     assert [one.value(n) for n in (metrics.COPIED, metrics.COPIES_ACCEPTED)] == [11, 9]
 
 

@@ -103,25 +103,28 @@ def copy_drafts_reference(
     counts.view(-1, 2).index_add_(0, (top_ks > 1).long() * KINDS + kinds, each.to(counts.dtype))
     followed = ((c >= 0) & (drafts == c)).long().cumprod(1).sum(1)
     # Append.
-    columns, known = (positions.unsqueeze(1) + 1 + order) % size, history[slots]
-    known.scatter_(1, columns, torch.where(committed, tokens, known.gather(1, columns)).int())
-    history[slots] = known
+    slots, columns = slots.unsqueeze(1), (positions.unsqueeze(1) + 1 + order) % size
+    history[slots, columns] = torch.where(committed, tokens, history[slots, columns]).int()
     # Match, in the text's order: its last token is in the last column.
-    end, index = (positions + lengths).unsqueeze(1), torch.arange(size, device=tokens.device)
-    text = known.gather(1, (end + 1 + index) % size).masked_fill(index < size - 1 - end, -1)
+    end, longest = (positions + lengths).unsqueeze(1), size
+    if end.is_cpu:  # elsewhere the host would wait for the longest text
+        longest = min(size, max(int(end.max()) + 1, LONGEST))
+    index = torch.arange(longest, device=end.device)
+    text = history[slots, (end + 1 - longest + index) % size]
+    text = text.masked_fill(index < longest - 1 - end, -1)
     same, length = text >= 0, torch.zeros_like(text)
     for j in range(LONGEST):
-        last = text[:, size - 1 - j, None]
+        last = text[:, longest - 1 - j, None]
         same = same & (last >= 0) & (pad(text, (j, -j), value=-1) == last)
         length += same
         if not same[:, :-1].any():
             break
     length[:, -1] = 0
-    best = torch.where(length >= SHORTEST, length.long() * size + index, 0).amax(1, keepdim=True)
-    start = best % size
-    after = torch.arange(copies.shape[1], device=end.device) % (size - 1 - start)
+    best = torch.where(length >= SHORTEST, length.long() * longest + index, 0).amax(1, keepdim=True)
+    start = best % longest
+    after = torch.arange(copies.shape[1], device=end.device) % (longest - 1 - start)
     copies.copy_(torch.where(best > 0, text.gather(1, start + 1 + after), -1))
-    kinds.copy_((best[:, 0] // size + 1) // 4)
+    kinds.copy_((best[:, 0] // longest + 1) // 4)
     return torch.stack([kinds, followed], 1)
 
 

@@ -23,7 +23,7 @@ from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.ownership import location
-from sglang_hyperdflash.tools.provenance import provenance, without_machine
+from sglang_hyperdflash.tools.provenance import provenance, published
 from sglang_hyperdflash.tools.server_process import Server
 
 KIND = "python -m eval run"
@@ -185,7 +185,7 @@ def write_run(plan: Plan) -> None:
     """Write ``run.json``, which the report reads, unless an intact one exists."""
     if read_sealed(plan.out / RUN) is not None:
         return
-    methods = [replace(m, arguments=tuple(map(without_machine, m.arguments))) for m in plan.methods]
+    methods = [replace(m, arguments=tuple(published(m.arguments))) for m in plan.methods]
     content = {
         "rounds": plan.rounds,
         "provenance": provenance(),
@@ -194,7 +194,7 @@ def write_run(plan: Plan) -> None:
         "cells": [asdict(cell) for cell in plan.cells],
         "prompts": {name: len(turns) for name, turns in plan.prompts.items()},
         "max_new_tokens": plan.max_new_tokens,
-        "server_args": list(map(without_machine, plan.server_args)),
+        "server_args": published(plan.server_args),
     }
     write_sealed(plan.out / RUN, content)
 

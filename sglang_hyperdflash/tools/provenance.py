@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -32,6 +33,16 @@ def without_machine(text: str) -> str:
         return str(path.relative_to(CHECKOUT)) if inside else f".../{path.name}"
 
     return _PATH.sub(portable, text)
+
+
+def published(words: Iterable[str]) -> list[str]:
+    """Return the words of a command line without this machine's folders or keys."""
+    result, key = [], False
+    for word in words:
+        shown = re.sub(r"(api-key[ =])\S+", r"\1KEY", without_machine(word))
+        result.append("KEY" if key else shown)
+        key = word.endswith("api-key")
+    return result
 
 
 def _commit() -> str | None:
@@ -62,9 +73,8 @@ def _version(package: str) -> str | None:
 
 def provenance() -> dict[str, str | None]:
     """Return facts to store with every measured result, without this machine's folders or keys."""
-    command = shlex.join([Path(sys.argv[0]).name, *map(without_machine, sys.argv[1:])])
     return {
-        "argv": re.sub(r"(api-key[ =])[^\s']+", r"\1KEY", command),
+        "argv": shlex.join([Path(sys.argv[0]).name, *published(sys.argv[1:])]),
         "commit": _commit(),
         "sglang_hyperdflash": __version__,
         "sglang": _version("sglang"),

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from sglang_hyperdflash.tools.provenance import CHECKOUT, provenance, without_machine
+from sglang_hyperdflash.tools.provenance import CHECKOUT, provenance, published, without_machine
 from tests.conftest import ROOT
 
 # Folders of one machine, or next to the checkout; a URL, a host or a relative path is none.
@@ -35,6 +35,9 @@ def test_a_command_line_and_committed_files_name_no_folder_of_one_machine(monkey
     keys = ["--api-key", "secret", "--server-args", "--tp 8 --api-key=secret"]
     monkeypatch.setattr("sys.argv", ["/x/eval", *keys])
     assert "secret" not in provenance()["argv"]
+    words = ["--tp", "8", "--admin-api-key", "secret", "--api-key=secret", "--log", "/var/log/x"]
+    shown = ["--tp", "8", "--admin-api-key", "KEY", "--api-key=KEY", "--log", ".../x"]
+    assert published(words) == shown
     command = ["git", "-C", str(ROOT), "grep", "-nIE", MACHINE]
     matches = subprocess.run(command, capture_output=True, text=True)
     assert matches.returncode in (0, 1), matches.stderr

@@ -128,20 +128,18 @@ def logit_gap(
     one_token = Sampling(0.0, 1, sampling.template_args)
     completion = chat(url, messages, one_token, return_prompt_token_ids=True)
     prompt_ids = completion["choices"][0]["prompt_token_ids"]
-    candidates = [difference.expected, difference.found]
     payload = {
         "input_ids": prompt_ids + answer["output_ids"][difference.turn][: difference.position],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
         "return_logprob": True,
-        "token_ids_logprob": candidates,
+        "token_ids_logprob": [difference.expected, difference.found],
     }
     reply = post(f"{url}/generate", payload)
     reply.raise_for_status()
     (values,) = reply.json()["meta_info"]["output_token_ids_logprobs"]
     logprobs = {token_id: logprob for logprob, token_id, *_ in values}
     # Log-probabilities of one position differ from its logits by one constant.
-    expected, found = (logprobs[token_id] for token_id in candidates)
-    return abs(expected - found)
+    return abs(logprobs[difference.expected] - logprobs[difference.found])
 
 
 def _first_differences(plan: Plan) -> Iterator[tuple[Cell, Unit, Difference]]:

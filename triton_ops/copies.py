@@ -107,7 +107,7 @@ def copy_drafts_reference(
     history[slots, columns] = torch.where(committed, tokens, history[slots, columns]).int()
     # Match, in the text's order: its last token is in the last column.
     end, longest = (positions + lengths).unsqueeze(1), size
-    if end.is_cpu:  # elsewhere the host would wait for the longest text
+    if end.is_cpu:  # a GPU's host would wait once more
         longest = min(size, max(int(end.max()) + 1, LONGEST))
     index = torch.arange(longest, device=end.device)
     text = history[slots, (end + 1 - longest + index) % size]

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def training_file(variant: Variant, folder: Path, answers: Path, seed: int, step
     return folder / "train.toml"
 
 
+@cache
 def write_answers(work: Path) -> Path:
     """Return the folder of the target's answers; ask a server for those that are missing."""
     prompts, answers = work / "prompts", work / "answers"

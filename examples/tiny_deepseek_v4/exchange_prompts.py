@@ -2,9 +2,11 @@
 
     python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out
     python examples/tiny_deepseek_v4/exchange_prompts.py quotes --out build/quotes
+    python examples/tiny_deepseek_v4/exchange_prompts.py tutorial --out build/tiny
     python examples/tiny_deepseek_v4/exchange_prompts.py demo --out examples/tiny_deepseek_v4
 
-``held-out`` writes one benchmark file per kind. ``quotes`` writes one whose prompts quote a line of
+``held-out`` writes one benchmark file per kind. ``tutorial`` writes prompts to train on and others
+to hold out. ``quotes`` writes one whose prompts quote a line of
 twelve words to be repeated, and ask for it again. ``demo`` writes twelve prompts with their
 answers, and their user turns as a benchmark.
 """
@@ -19,7 +21,8 @@ from exchanges import KINDS, Exchange, generate, in_turn
 from exchanges.texts import NOUNS
 from exchanges.words import CITIES, COLOURS, ITEMS, NAMES, PETS
 
-BENCHMARK_SEED, DEMO_SEED = 3000, 4000  # held out
+TRAINING_SEED, HELD_OUT_SEED = 7, 1234  # seeds from 1000 on give held-out problems
+BENCHMARK_SEED, DEMO_SEED = 3000, 4000
 DEMO_FAMILIES = ("addition", "word_problem", "units", "dates", "code", "trace", "json", "table")
 DEMO_FAMILIES += ("edit", "form", "order", "ordering")
 
@@ -50,6 +53,15 @@ def quotes(out: Path, count: int) -> None:
     write(out / "quotes.jsonl", ({"turns": [f"Repeat this line:\n{line}"] * 2} for line in lines))
 
 
+def tutorial(out: Path, per_family: int) -> None:
+    """Write ``prompts.jsonl`` to train on, and three held-out problems of each family."""
+    for name, seed, count in (
+        ("prompts", TRAINING_SEED, per_family),
+        ("held_out_prompts", HELD_OUT_SEED, 3),
+    ):
+        write(out / f"{name}.jsonl", map(turns, generate(seed, count)))
+
+
 def demo(out: Path, _per_family: int) -> None:
     """Write one exchange of each of twelve families."""
     exchanges = list(generate(DEMO_SEED, 1, DEMO_FAMILIES))
@@ -62,7 +74,8 @@ def demo(out: Path, _per_family: int) -> None:
     write(out / "turns.jsonl", map(turns, exchanges))
 
 
-COMMANDS = {"held-out": (held_out, 4), "quotes": (quotes, 40), "demo": (demo, 1)}
+COMMANDS = {"held-out": (held_out, 4), "quotes": (quotes, 40)}
+COMMANDS |= {"tutorial": (tutorial, 50), "demo": (demo, 1)}
 
 
 def main() -> None:

@@ -122,10 +122,18 @@ def test_the_page_on_serving(reader):
 
 
 def test_the_page_on_training(reader):
-    """Both ways of training; the last block serves the drafter that was trained."""
+    """Trained twice, served in between; the drafter accepts more than three tokens a round."""
     reader.read("docs/training.md")
-    for name in ("drafter", "drafter_captured"):
-        assert (reader.folder / "build" / "tiny" / name / "model.safetensors").is_file()
+    tiny = reader.folder / "build" / "tiny"
+    for name, work in (("drafter", "work"), ("drafter_captured", "work_captured")):
+        assert (tiny / name / "model.safetensors").is_file()
+        log = (tiny / work / "stage-1" / "training_log.jsonl").read_text().splitlines()
+        assert max(json.loads(line)["held_out"]["problems"]["tau"] for line in log) > 3
+    (answer,) = reader.curled()
+    assert SUM in json.loads(answer)["choices"][0]["message"]["content"]
+    rows = json.loads((tiny / "comparison" / "results.json").read_text())["rows"]
+    (ours,) = (row for row in rows if row["method"] == "hyperdflash2")
+    assert ours["identical_to_baseline"] and ours["tau"] > 3
 
 
 @pytest.mark.parametrize("page", ["docs/install.md", "docs/troubleshooting.md"])

@@ -84,9 +84,9 @@ eval-tiny: setup
 	$(BIN)/python examples/tiny_deepseek_v4/exchange_prompts.py held-out --out build/held_out
 	$(BIN)/python -m eval run --suite tiny --data-dir $(DATA)/benchmarks --out build/eval-tiny
 
-# The figures of README and docs, and README's table, from eval/results/tiny/results.json.
+# The figures of README and docs, and README's table, from eval/results/.
 figures: setup
-	$(BIN)/python docs/figures/draw.py
+	$(BIN)/python -m docs.figures.draw
 
 # The pages of docs/reference/, from the code.
 reference: setup

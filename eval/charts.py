@@ -1,7 +1,8 @@
 """Line charts as SVG text, the same bytes for the same numbers.
 
-The colours are of Okabe and Ito's palette, which people with any colour blindness can tell apart.
-Every method has its own colour and marker.
+The background is transparent. The colours are near those of Okabe and Ito's palette, which people
+with any colour blindness can tell apart, and read on white and on black. Every method has its own
+colour and marker.
 """
 
 import io
@@ -12,22 +13,23 @@ from eval.methods import label
 
 STYLES = {  # colour and marker
     "baseline": ("#8c8c8c", "o"),
-    "mtp3": ("#e69f00", "^"),
+    "mtp3": ("#b57d00", "^"),
     "mtp6": ("#d55e00", "v"),
     "dflash6": ("#009e73", "s"),
-    "dspark-style": ("#882255", "p"),
-    "dflash2-style": ("#44aa99", "*"),
+    "dspark-style": ("#b04a7e", "p"),
+    "dflash2-style": ("#2b9a8b", "*"),
     "hyperdflash6": ("#0072b2", "D"),
-    "hyperdflash2": ("#332288", "d"),
-    "hyperdflash-copies": ("#66a5d2", "8"),
+    "hyperdflash2": ("#6b5bd0", "d"),
+    "hyperdflash-copies": ("#4a8ec2", "8"),
     "hyperdflash2-copies": ("#8877cc", "1"),
     "hyperdflash-adaptive": ("#ee3377", "H"),
     "dspark": ("#cc79a7", "P"),
-    "ngram": ("#56b4e9", "X"),
+    "ngram": ("#2f93cc", "X"),
     "full width": ("#b8860b", "<"),
-    "adaptive width": ("#7b3294", ">"),
-    "untrained": ("#5aae61", "h"),
+    "adaptive width": ("#9b52b8", ">"),
+    "untrained": ("#459a4d", "h"),
 }
+INK = "#767e87"  # of text and axes
 Points = Sequence[tuple[float, float]]
 
 
@@ -45,7 +47,9 @@ def line_chart(
         raise EvalError(
             "charts need matplotlib: pip install 'sglang-hyperdflash[eval]'."
         ) from error
-    settings = {"svg.hashsalt": ylabel, "svg.fonttype": "none", "font.family": "DejaVu Sans"}
+    settings = {"svg.hashsalt": ylabel, "svg.fonttype": "none", "font.family": "sans-serif"}
+    settings |= {"font.sans-serif": ["DejaVu Sans"], "text.color": INK, "axes.labelcolor": INK}
+    settings |= {"axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(5.2 * len(panels), 3.6), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
@@ -63,5 +67,5 @@ def line_chart(
         axes[0].set_ylabel(ylabel)
         axes[0].legend(fontsize=8, frameon=False)
         svg = io.StringIO()
-        figure.savefig(svg, format="svg", metadata={"Date": None})
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
     return svg.getvalue()

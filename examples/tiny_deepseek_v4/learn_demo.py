@@ -9,17 +9,16 @@
 4. A random drafter is published, which ``learn`` sends and takes back.
 5. ``learn`` on a store of random tokens publishes nothing.
 
-``result.json`` holds tau and tokens per second by minute, ``result.svg`` shows them. Every answer
-is compared with the baseline's. ``learn`` shares the machine with the server and its clients, at
-the lowest priority; the baseline is timed with and without it. Parts that ``result.json`` has are
-not repeated.
+``result.json`` holds tau and tokens per second by minute, ``learning-*.svg`` show them. Every
+answer is compared with the baseline's. ``learn`` shares the machine with the server and its
+clients, at the lowest priority; the baseline is timed with and without it. Parts that
+``result.json`` has are not repeated.
 
 The families are the eight with the longest answers, 26 to 45 tokens on average: over all families
 half of an answer's time is its prefill, which no drafter shortens.
 """
 
 import argparse
-import io
 import json
 import math
 import sys
@@ -36,6 +35,7 @@ from typing import Any
 import requests
 import torch
 
+from docs.figures.draw import THEMES, svg
 from eval.client import Answer, Sampling, converse, converse_all
 from exchanges import FAMILIES
 from sglang_hyperdflash.cli import main as hyperdflash
@@ -193,41 +193,6 @@ def poisoned_store(folder: Path, store: Path, draft: Path) -> dict[str, Any]:
     return {"published": current(folder / "published") is not None, "said": judgements[-1:]}
 
 
-def draw(result: dict[str, Any]) -> str:
-    """Draw the two curves over the minutes, as SVG."""
-    from matplotlib.figure import Figure
-
-    minutes = [row["minute"] - 0.5 for row in result["minutes"]]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    tau, speed = figure.subplots(2, 1, sharex=True)
-    poisoned = result["poisoned_version"]["minute"]
-    events = (
-        (result["turned_at_minute"], "black", "traffic turns to families never seen"),
-        (poisoned, "tab:red", "a random drafter is published, and taken back"),
-    )
-    for axis, name in ((tau, "tau"), (speed, "tokens_per_second")):
-        axis.plot(minutes, [row[name] for row in result["minutes"]], marker="o", markersize=3)
-        for number, minute in enumerate(result["published_minutes"].values()):
-            text = "a version is published" if number == 0 else None
-            axis.axvline(minute, color="tab:green", linewidth=0.8, alpha=0.5, label=text)
-        for minute, color, text in events:
-            axis.axvline(minute, color=color, linestyle=":", label=text)
-        axis.set(ylim=(0, None))
-        axis.grid(alpha=0.25)
-    tau.set_ylabel("accept length \N{GREEK SMALL LETTER TAU}")
-    for name, style, text in (
-        ("baseline_next_to_learn", "--", "without speculation"),
-        ("baseline_tokens_per_second", "-.", "without speculation, no learner"),
-    ):
-        if name in result:
-            speed.axhline(result[name], color="black", linestyle=style, linewidth=1, label=text)
-    speed.set(ylabel="tokens/s", xlabel="minutes")
-    figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    svg = io.StringIO()
-    figure.savefig(svg, format="svg", metadata={"Date": None})
-    return svg.getvalue()
-
-
 def baseline_rate(out: Path, minutes: float) -> float:
     """Measure tokens per second without speculation."""
     server = Server(TARGET, *comparable_arguments(), log=out / "baseline.log")
@@ -310,7 +275,8 @@ def main() -> int:
         with learning(out, draft=out / "draft", store=out / "store", publish=out / "published"):
             result["baseline_next_to_learn"] = baseline_rate(out, args.baseline_minutes)
     write_json(path, result, indent=1)
-    write_text(out / "result.svg", draw(result))
+    for theme in THEMES:
+        write_text(out / f"learning-{theme}.svg", svg("learning", theme, {"learning": result}))
     print(f"{path}: {result['minutes'][-1]}, {result['identity']}")
     identical = result["identity"]["answers"] == result["identity"]["identical"]
     refused = not result["poisoned_store"]["published"]

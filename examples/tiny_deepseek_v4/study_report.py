@@ -23,10 +23,11 @@ def rate(fractions: Fractions) -> str:
     return f"{rates(fractions, [slice(None)] * len(fractions)).mean():.2f}"
 
 
-def ratio(method: Fractions, reference: Fractions) -> str:
-    """Return the ratio of two rates: its mean over seeds, 95 % interval over prompts, each seed's.
+def ratios(method: Fractions, reference: Fractions) -> tuple[np.ndarray, float, float]:
+    """Return each seed's ratio of two rates, and the bounds of the 95 % interval of their mean.
 
-    Prompts are drawn with replacement within each set, the same ones for every seed and method.
+    The interval is over prompts, drawn with replacement within each set, the same ones for every
+    seed and method.
     """
 
     def mean_ratio(*prompts: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -35,9 +36,35 @@ def ratio(method: Fractions, reference: Fractions) -> str:
     prompts = [np.arange(table.shape[1]) for table in method]
     options = {"method": "percentile", "vectorized": True, "rng": np.random.default_rng(0)}
     low, high = bootstrap(prompts, mean_ratio, n_resamples=RESAMPLES, **options).confidence_interval
-    seeds = rates(method, prompts) / rates(reference, prompts)
-    by_seed = f"; {', '.join(f'{value:.2f}' for value in seeds)}" if len(seeds) > 1 else ""
+    return rates(method, prompts) / rates(reference, prompts), low, high
+
+
+def ratio(method: Fractions, reference: Fractions, every_seed: bool = True) -> str:
+    """Return the mean of ``ratios`` with its interval, and each seed's where there are several."""
+    seeds, low, high = ratios(method, reference)
+    several = every_seed and len(seeds) > 1
+    by_seed = f"; {', '.join(f'{value:.2f}' for value in seeds)}" if several else ""
     return f"{seeds.mean():.2f}x ({low:.2f} to {high:.2f}{by_seed})"
+
+
+def tokens_per_round(
+    seeds: Sequence[dict[str, Any]], name: str, temperature: str, *sets: str
+) -> Fractions:
+    """Return tokens and verification rounds of a variant of ``study.py serve``."""
+    counts = [np.array([v[name]["counts"][temperature][k] for v in seeds]) for k in sets]
+    return [np.stack([c.sum(-1), c[..., 0]], -1) for c in counts]
+
+
+def tokens_per_second(
+    seeds: Sequence[dict[str, Any]], name: str, temperature: str, skipped: int = 0
+) -> Fractions:
+    """Return tokens and seconds of a server of ``study.py speed``.
+
+    They are of whole requests (``skipped`` 0), or of what follows the first token (1).
+    """
+    sets = seeds[0][BASELINE][temperature]
+    times = [np.array([servers[name][temperature][k] for servers in seeds]) for k in sets]
+    return [np.stack([x[..., 0] - skipped, x[..., 1 + skipped]], -1) for x in times]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -65,10 +92,6 @@ def accepted(seeds: list[dict[str, Any]], nats: dict[str, dict[str, float]]) -> 
     runs = [variants[name] for variants in seeds for name in names]
     sets = list(nats["0"])
 
-    def tokens_per_round(name: str, t: str, *chosen_sets: str) -> Fractions:
-        counts = [np.array([v[name]["counts"][t][k] for v in seeds]) for k in chosen_sets]
-        return [np.stack([c.sum(-1), c[..., 0]], -1) for c in counts]
-
     def values(key: str) -> str:
         return " or ".join(map(str, sorted({run[key] for run in runs})))
 
@@ -84,7 +107,7 @@ def accepted(seeds: list[dict[str, Any]], nats: dict[str, dict[str, float]]) -> 
         "brackets: the 95 % bootstrap interval over prompts, and each training's own ratio.",
         "",
     ]
-    totals = {name: {t: tokens_per_round(name, t, *sets) for t in nats} for name in names}
+    totals = {name: {t: tokens_per_round(seeds, name, t, *sets) for t in nats} for name in names}
     for reference in ("hyperdflash", "hyperdflash, argmax drafts", "hyperdflash2"):
         if reference in names:
             rows = [
@@ -95,7 +118,9 @@ def accepted(seeds: list[dict[str, Any]], nats: dict[str, dict[str, float]]) -> 
             header = ["variant", *(f"T {t}" for t in nats), *(f"ratio, T {t}" for t in nats)]
             lines += [f"## Over {reference}", "", *table(header, rows)]
     columns = [(t, k) for k in sets for t in nats]
-    rows = [[name, *(rate(tokens_per_round(name, t, k)) for t, k in columns)] for name in names]
+    rows = [
+        [name, *(rate(tokens_per_round(seeds, name, t, k)) for t, k in columns)] for name in names
+    ]
     rows.append(["baseline, nats per token", *(f"{nats[t][k]:.2f}" for t, k in columns)])
     return [
         *lines,
@@ -117,13 +142,9 @@ def speeds(seeds: list[dict[str, Any]]) -> list[str]:
     pairs = [(name, BASELINE) for name in variants]
     pairs += [*((name, variants[0]) for name in variants[1:]), (NOISE, BASELINE)]
 
-    def speed(name: str, t: str, skipped: int) -> Fractions:
-        """Return tokens and seconds of requests, whole (``skipped`` 0) or after a token (1)."""
-        times = [np.array([servers[name][t][k] for servers in seeds]) for k in baseline[t]]
-        return [np.stack([x[..., 0] - skipped, x[..., 1 + skipped]], -1) for x in times]
-
     rows = [
-        [t, " over ".join(pair), *(ratio(*(speed(name, t, i) for name in pair)) for i in (0, 1))]
+        [t, " over ".join(pair)]
+        + [ratio(*(tokens_per_second(seeds, name, t, i) for name in pair)) for i in (0, 1)]
         for t in baseline
         for pair in pairs
     ]

@@ -171,13 +171,30 @@ def test_every_variable_and_every_refused_argument_is_documented():
 
 def test_figures_and_readme_have_the_numbers_of_the_committed_results():
     pytest.importorskip("matplotlib")
-    path = ROOT / "docs" / "figures" / "draw.py"
-    spec = importlib.util.spec_from_file_location("draw", path)
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
-    content = json.loads(draw.RESULTS.read_text())
-    drawn = [draw.HERE / f"{name}-{theme}.svg" for name in draw.FIGURES for theme in draw.THEMES]
-    assert all(draw.digest(content) in figure.read_text() for figure in drawn), "make figures"
-    assert draw.with_table(README.read_text(), content) == README.read_text(), "make figures"
+    from docs.figures import draw
+
+    data, readme = draw.numbers(), README.read_text()
+    drawn = [(name, draw.HERE / f"{name}-{t}.svg") for name in draw.FIGURES for t in draw.THEMES]
+    assert all(draw.digest(name, data) in file.read_text() for name, file in drawn), "make figures"
+    assert draw.with_table(readme, data) == readme, "make figures"
+    changed = data | {"learning": data["learning"] | {"turned_at_minute": 0.0}}
+    assert draw.digest("learning", changed) != draw.digest("learning", data)
+    row = {"method": "x", "temperature": 0, "thinking": "off", "concurrency": 1}
     rows = [{"tau": 3.0, "verify_rounds": 10}, {"tau": 2.0, "verify_rounds": 30}]
-    assert draw.tau(rows) == 1 + (20 + 30) / 40
+    rows = [row | counts | {"benchmark": "math"} for counts in rows]
+    rows.append(rows[0] | {"benchmark": "gsm8k", "tau": 9.0})
+    assert draw.pooled({"rows": rows}, "x", True, 0, "tau") == 1 + (20 + 30) / 40
+
+
+def test_figures_hold_text_and_read_on_both_themes():
+    """Readers can select and search the words; a screen reader has a title and a description."""
+    from xml.etree import ElementTree
+
+    tag = "{http://www.w3.org/2000/svg}"
+    folder = ROOT / "docs" / "figures"
+    for light in folder.glob("*-light.svg"):
+        files = (light, folder / light.name.replace("-light", "-dark"))
+        trees = [ElementTree.parse(file).getroot() for file in files]
+        words = [[text.text for text in tree.iter(f"{tag}text")] for tree in trees]
+        assert words[0] == words[1] and len(words[0]) > 10
+        assert all(tree.find(f"{tag}{name}").text for tree in trees for name in ("title", "desc"))

@@ -8,7 +8,7 @@ import pytest
 
 from eval import aggregate, report
 from eval.aggregate import row_of
-from eval.charts import STYLES
+from eval.charts import INK, STYLES
 from eval.methods import KINDS
 from eval.report import Table
 
@@ -155,6 +155,16 @@ def test_nothing_is_compared_with_a_failed_benchmark():
     assert report.cell_table(failed).lines[0][5:] == ("died", "-", "-", "-", "-")
 
 
+def contrast(*colours: str) -> float:
+    """WCAG's contrast ratio of two colours; 3 is its least for graphics."""
+    light = []
+    for colour in colours:
+        shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in shares]
+        light.append(sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True)))
+    return (max(light) + 0.05) / (min(light) + 0.05)
+
+
 def test_a_chart_is_the_same_bytes_for_the_same_numbers():
     rows = [
         result(name, "a", 2.0, 1.0, position_acceptance=shares, drafted_rounds=[9, 9])
@@ -166,9 +176,12 @@ def test_a_chart_is_the_same_bytes_for_the_same_numbers():
     assert all(STYLES[name][0] in svg for name in ("mtp3", "hyperdflash6")) and "MTP (3)" in svg
     assert not re.search(r"\d{4}-\d\d-\d\dT", svg)
     assert report.acceptance_chart([result("baseline", "a", 1.0, 1.0)]) is None
-    # No two methods look alike.
+    assert "fill: #ffffff" not in svg
+    # No two methods look alike, and each can be told from a white and from a black page.
     assert set(KINDS) <= set(STYLES)
     assert all(len(set(column)) == len(STYLES) for column in zip(*STYLES.values(), strict=True))
+    for colour in (INK, *(colour for colour, _ in STYLES.values())):
+        assert contrast(colour, "#ffffff") >= 3 and contrast(colour, "#0d1117") >= 3, colour
 
 
 def test_a_markdown_table_is_one_line_a_row():

@@ -24,7 +24,9 @@ def test_the_learning_demo_counts_whole_minutes_and_draws_them(script, monkeypat
         {"minute": 2, "tau": 4.0, "tokens_per_second": 2.0},
     ]
     result = {"minutes": minutes, "turned_at_minute": 0.5, "published_minutes": {"1": 0.2}}
-    assert "axes_2" in demo.draw(result | {"poisoned_version": {"minute": 0.8}})
+    result |= {"baseline_tokens_per_second": 1.0, "baseline_next_to_learn": 0.5}
+    result |= {"poisoned_version": {"minute": 0.8}}
+    assert "axes_2" in demo.svg("learning", "dark", {"learning": result})
     assert not set(demo.SEEN) & set(demo.UNSEEN)
     assert {*demo.SEEN, *demo.UNSEEN} < set(demo.FAMILIES)
     lines = (

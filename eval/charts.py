@@ -17,7 +17,7 @@ STYLES = {  # colour and marker
     "mtp6": ("#d55e00", "v"),
     "dflash6": ("#009e73", "s"),
     "dspark-style": ("#b04a7e", "p"),
-    "dflash2-style": ("#2b9a8b", "*"),
+    "dflash2-style": ("#84961f", "*"),
     "hyperdflash6": ("#0072b2", "D"),
     "hyperdflash2": ("#6b5bd0", "d"),
     "hyperdflash-copies": ("#4a8ec2", "8"),

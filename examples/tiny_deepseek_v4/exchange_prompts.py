@@ -75,7 +75,7 @@ def demo(out: Path, _per_family: int) -> None:
 
 
 COMMANDS = {"held-out": (held_out, 4), "quotes": (quotes, 40)}
-COMMANDS |= {"tutorial": (tutorial, 50), "demo": (demo, 1)}
+COMMANDS |= {"tutorial": (tutorial, 100), "demo": (demo, 1)}
 
 
 def main() -> None:

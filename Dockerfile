@@ -1,4 +1,4 @@
-# HYPERDFLASH on SGLang's own image; docs/install.md says how to build and run it.
+# HYPERDFLASH on SGLang's own image; docs/containers.md says how to build and run it.
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 FROM ${SGLANG_IMAGE}
 

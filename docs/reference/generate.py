@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from docs.reference import sglang_uses
 from eval.options import parser as eval_parser
 from sglang_hyperdflash.cli import build_parser
+from sglang_hyperdflash.serving.startup.checks import UNSUPPORTED
 from sglang_hyperdflash.tools.environment import VARIABLES
 from sglang_hyperdflash.training.recipe import Schedule
 from tests.unit.serving.parameters import PARAMETERS
@@ -135,6 +136,14 @@ def sampling_parameters() -> str:
     return page("Sampling parameters", about, table(("parameter", "served", "tested by"), rows))
 
 
+def refused_arguments() -> str:
+    about = (
+        "With any drafter and target; [others](../serving.md#refused-arguments) depend on these.\n"
+    )
+    rows = [(code(f"--{name.replace('_', '-')}"), why) for name, why in UNSUPPORTED.items()]
+    return page("Refused arguments", about, table(("argument", "why, and what to do"), rows))
+
+
 def hooks() -> str:
     about = (
         "For maintainers, when SGLang changes: every place where the package touches it, found in "
@@ -157,7 +166,7 @@ def hooks() -> str:
     return page("Uses of SGLang", about, *parts)
 
 
-MAKERS = (command_line, training_file, environment, sampling_parameters, hooks)
+MAKERS = (command_line, training_file, environment, sampling_parameters, refused_arguments, hooks)
 PAGES = {f"{make.__name__}.md": make for make in MAKERS}
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from eval.options import parser as eval_parser
 from sglang_hyperdflash.cli import build_parser
@@ -155,9 +156,7 @@ def test_options_metrics_variables_and_links_of_the_pages_exist():
             assert (page.parent / link).exists(), f"{page}: {link}"
 
 
-def test_every_variable_and_every_refused_argument_is_documented():
-    from sglang_hyperdflash.serving.startup.checks import UNSUPPORTED
-
+def test_every_variable_is_documented():
     folders = ("sglang_hyperdflash", "triton_ops", "eval", "examples", "tests")
     files = {file for name in folders for file in (ROOT / name).rglob("*.py")}
     files |= {ROOT / "Makefile", ROOT / ".ci" / "run"}
@@ -165,8 +164,18 @@ def test_every_variable_and_every_refused_argument_is_documented():
     texts = (file.read_text().replace("{RECORD}", "HYPERDFLASH_RECORD") for file in files)
     used = set().union(*map(VARIABLE.findall, texts))
     assert {variable.name for variable in VARIABLES} == used
-    text = (ROOT / "docs" / "serving.md").read_text()
-    assert [name for name in UNSUPPORTED if f"--{name.replace('_', '-')}" not in text] == []
+
+
+def test_commands_and_probes_of_containers_exist():
+    image = (ROOT / "Dockerfile.cpu").read_text()
+    assert check(json.loads(re.search(r"^CMD (.*)$", image, re.M)[1]))
+    manifest = (ROOT / "examples/kubernetes/hyperdflash.yaml").read_text()
+    pods = [one["spec"].get("template") for one in yaml.safe_load_all(manifest)]
+    lists = [pod["spec"][name] for pod in pods if pod for name in pod["spec"] if "tainers" in name]
+    assert [check(one["command"]) for containers in lists for one in containers] == [True] * 3
+    server = Path(importlib.util.find_spec("sglang.srt.entrypoints.http_server").origin).read_text()
+    probes = re.findall(r"httpGet: {path: (.*?),", manifest)
+    assert len(probes) == 3 and all(f'@app.get("{path}")' in server for path in probes)
 
 
 def test_figures_and_readme_have_the_numbers_of_the_committed_results():

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import shlex
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -154,6 +155,16 @@ def test_options_metrics_variables_and_links_of_the_pages_exist():
         assert set(VARIABLE.findall(text)) <= {variable.name for variable in VARIABLES}, page
         for link in re.findall(r"\]\((?!http)([^)#]+)", prose(page)):
             assert (page.parent / link).exists(), f"{page}: {link}"
+
+
+def test_every_file_names_the_same_repository():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    files = [*PAGES, ROOT / "CITATION.cff", ROOT / "pyproject.toml"]
+    named = {
+        file: re.findall(r"https://[\w./-]+/sglang-hyperdflash", file.read_text()) for file in files
+    }
+    assert named[README] and named[ROOT / "CITATION.cff"]
+    assert set().union(*named.values()) == {urls["Repository"]}
 
 
 def test_every_variable_is_documented():

@@ -15,7 +15,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test,train,plot,eval]'
+	@echo "Installing SGLang 0.5.23 and torch: about 11 GB, three to seven minutes."
+	@[ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --editable '.[test,train,plot,eval]'
 	touch $@
 
 # After every edit: no server, no training.

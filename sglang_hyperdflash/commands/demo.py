@@ -1,8 +1,8 @@
-"""``hyperdflash demo``: serve the tiny DeepSeek-V4 with HYPERDFLASH, compared with the baseline.
+"""``hyperdflash demo``: compare answers and speed with the baseline's, on the tiny DeepSeek-V4.
 
-Two servers on loopback answer the same prompts in turns, through the client of ``eval``. Every
-answer is compared token by token (bf16 on a GPU: ``eval.identity`` tells ties from faults). The
-checkers of the example's exchanges judge whether it is right.
+Two servers on loopback answer the same prompts in turns: the baseline, twice for the noise, and
+HYPERDFLASH, also with random weights as a control. A server loads a drafter in milliseconds. Every
+answer is compared token by token (bf16 on a GPU: ``eval.identity`` tells ties from faults).
 """
 
 from __future__ import annotations
@@ -10,31 +10,42 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import statistics
+import os
 import sys
+import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from sglang_hyperdflash.tools import acceptance
-from sglang_hyperdflash.tools.atomic import write_text
+from sglang_hyperdflash.commands import demo_page as page
+from sglang_hyperdflash.commands.demo_page import BASELINE, CONTROL, DRAFTED, NOISE, OTHER
+from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms
+from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, lock
-from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.tools.server_process import Server, comparable_arguments
 
-KIND = "hyperdflash demo"
+Answers = dict[str, list[Any]]  # ``eval.client.Answer`` objects of every round, by name
+Asked = dict[str, tuple[str, Path | None]]  # address and drafter of those who answer, by name
 ROOT = Path(__file__).resolve().parents[2]
+# Neither target nor drafter was trained on such text.
+OTHER_TEXT = (
+    "A farmer fills 12 boxes with 8 apples each. At the market he sells 45 of the apples. He gives "
+    "the rest to his 3 neighbours in equal parts. How many apples does each neighbour receive?"
+)
 
 
 def add_parser(commands) -> None:
     """Register ``demo`` and its arguments."""
-    parser = commands.add_parser(
-        "demo", help="serve the tiny DeepSeek-V4", description=__doc__.splitlines()[0]
-    )
+    text = "Compare HYPERDFLASH with the baseline on the tiny DeepSeek-V4, which a clone includes."
+    parser = commands.add_parser("demo", help="serve and compare the example", description=text)
     parser.add_argument("--out", type=Path, default=Path("build/demo.json"), help="report")
+    text = "your own prompt instead of the example's; may be repeated"
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
     parser.add_argument("--rounds", type=COUNT, default=3, help="answers to each prompt")
     parser.add_argument("--max-new-tokens", type=COUNT, default=128, help="tokens of an answer")
     parser.set_defaults(run=run)
@@ -43,8 +54,7 @@ def add_parser(commands) -> None:
 def find_example() -> Path:
     """Return the tiny target's folder, which is put on the import path as ``eval`` is.
 
-    Raises:
-        HyperDFlashConfigError: this is not a checkout.
+    Raises ``HyperDFlashConfigError`` outside a checkout.
     """
     example = ROOT / "examples" / "tiny_deepseek_v4"
     if not (example.is_dir() and (ROOT / "eval").is_dir()):
@@ -66,114 +76,158 @@ def check_out(out: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare both servers' answers, print and write the report; return 1 if one is a fault."""
+    """Compare all answers, print and write the report; return 1 if a difference is a fault."""
     check_out(args.out)
-    example = find_example()
-    from eval.client import Sampling, converse
-    from eval.identity import data_type, judged
-    from eval.methods import resolve
-
-    methods = resolve(["baseline", "hyperdflash2"], {"hyperdflash2_draft": example / "drafter"}, {})
-    prompts = [prompt for _, prompt in read_lines(example / "prompts.jsonl")]
-    sampling = Sampling(0.0, args.max_new_tokens)
-    logs = args.out.parent / "demo-logs"
-    entries, histograms = [], []
+    example, logs = find_example(), args.out.parent / "demo-logs"
+    lines = [] if args.prompt else read_lines(example / "prompts.jsonl")
+    prompts, kind = [prompt for _, prompt in lines], "yours" if args.prompt else OTHER
+    answer = {} if args.prompt else {"answer": "17"}  # to OTHER_TEXT
+    for text in args.prompt or [OTHER_TEXT]:
+        prompts.append({"kind": kind, "messages": [{"role": "user", "content": text}], **answer})
+    entries: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        stack.enter_context(lock(logs, KIND))  # a second demo would mix both
-        print(f"starting two servers (logs in {logs}) ...", flush=True)
-        servers = {}
-        for method in methods:
-            arguments = (*comparable_arguments(), *method.arguments)
-            log, environment = logs / f"{method.name}.log", dict(method.environment)
-            server = Server(example / "target", *arguments, log=log, environment=environment)
-            servers[method.name] = stack.enter_context(server)
-        for server in servers.values():
-            converse(server.wait().url, ["Hello"], Sampling(0.0, 16))  # pays for lazy set-up
-        dtype = data_type(url := servers["baseline"].url)
+        stack.enter_context(lock(logs, "hyperdflash demo"))  # a second demo would mix both
+        print(page.HEAD.format(out=args.out, logs=logs), flush=True)
+        # After the head: these import torch, which takes seconds.
+        from eval.client import Sampling
+        from eval.identity import data_type, judged
+        from sglang_hyperdflash.tools.provenance import provenance
+
+        load = {"load_average": os.getloadavg()[0], "cores": len(os.sched_getaffinity(0))}
+        print(page.MACHINE.format_map(facts := provenance() | load))
+        if facts["load_average"] > facts["cores"]:
+            print(page.BUSY.format_map(facts))
+        servers = start_servers(stack, example, logs)
+        url, sampling = servers[BASELINE][0], Sampling(0.0, args.max_new_tokens)
+        facts["dtype"] = dtype = data_type(url)
+        print(page.COLUMNS)
         for prompt in prompts:
-            turns = [message["content"] for message in prompt["messages"]]
-            answers: dict[str, list[Any]] = {name: [] for name in servers}
-            for round_index in range(args.rounds):
-                for name in list(servers)[:: 1 if round_index % 2 == 0 else -1]:
-                    answers[name].append(converse(servers[name].url, turns, sampling))
-            verdict = judged(url, dtype, turns, answers, sampling)
-            entries.append(compare(prompt, answers, verdict))
-            histograms.append(answers["hyperdflash2"][0].histogram)
-            print_answer(len(entries), entries[-1])
-    result = summarise(entries, histograms, methods[-1].num_drafts, dtype)
-    write_text(args.out, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-    print_summary(result, args.out)
+            turns = [turn["content"] for turn in prompt["messages"] if turn["role"] == "user"]
+            answers = ask(servers, turns, sampling, args.rounds)
+            pairs = {name: {BASELINE: answers[BASELINE], name: answers[name]} for name in answers}
+            verdicts = {n: judged(url, dtype, turns, pair, sampling) for n, pair in pairs.items()}
+            entries.append({"turns": turns} | entry_of(prompt, answers, verdicts))
+            page.print_entry(len(entries), entries[-1])
+        rounds = rounds_of(entries[0], example, url)
+    result = summarise(entries) | {"rounds": rounds, "provenance": facts}
+    write_json(args.out, result | {"prompts": entries}, indent=1)
+    page.print_rounds(entries[0]["turns"][0], rounds)
+    page.print_summary(result, entries)
+    print(page.TAIL.format(out=args.out, logs=logs))
     return 1 if result["faults"] else 0
 
 
-def compare(prompt: dict[str, Any], answers: dict[str, list[Any]], verdict: str) -> dict[str, Any]:
-    """Return a prompt's entry of the report, from each method's ``eval.client.Answer`` objects."""
-    drafted = answers["hyperdflash2"][0]
-    seconds = {name: [answer.seconds for answer in rounds] for name, rounds in answers.items()}
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        "kind": prompt["kind"],
-        "prompt": prompt["messages"][-1]["content"],
-        "text": drafted.texts[-1],
-        "verdict": verdict,
-        "tau": acceptance.accept_length(drafted.correct_drafts, drafted.verify_rounds),
-        "tokens": sum(map(len, drafted.output_ids)),
-        "seconds": seconds,
-        "speedup": medians["baseline"] / medians["hyperdflash2"],
-        "right": importlib.import_module("exchanges").is_right(prompt, drafted.texts[-1]),
-    }
+def start_servers(stack: ExitStack, example: Path, logs: Path) -> Asked:
+    """Start two servers, and return the four that are compared."""
+    import torch
+
+    from eval.client import Sampling, converse
+    from eval.methods import resolve
+    from sglang_hyperdflash.training.drafter import Drafter
+
+    servers, started, trained = {}, time.monotonic(), example / "drafter"
+    print("starting two servers ...", flush=True)
+    for method in resolve([BASELINE, DRAFTED], {"hyperdflash2_draft": trained}, {}):
+        # With a prefix cache a repeated prompt would cost less than the first time.
+        arguments = (*comparable_arguments(), "--disable-radix-cache", *method.arguments)
+        log, environment = logs / f"{method.name}.log", dict(method.environment)
+        server = Server(example / "target", *arguments, log=log, environment=environment)
+        servers[method.name] = stack.enter_context(server)
+    torch.manual_seed(0)
+    untrained = Drafter(json.loads((trained / "config.json").read_text()))
+    untrained.save(random := (logs / CONTROL).resolve())
+    for server in servers.values():
+        converse(server.wait().url, ["Hello"], Sampling(0.0, 16))  # pays for lazy set-up
+    print(f"both servers are ready after {time.monotonic() - started:.0f} s\n", flush=True)
+    baseline, ours = (servers[BASELINE].url, None), servers[DRAFTED].url
+    return {BASELINE: baseline, NOISE: baseline, DRAFTED: (ours, trained), CONTROL: (ours, random)}
 
 
-def summarise(
-    entries: list[dict[str, Any]], histograms: list[list[int]], num_drafts: int, dtype: str
-) -> dict[str, Any]:
-    """Return the whole report; tau is over all verification rounds, None without any."""
-    verdicts = [entry["verdict"] for entry in entries]
-    total = acceptance.add_histograms(histograms)
-    speedups = [entry["speedup"] for entry in entries]
-    return {
-        "outputs_identical": set(verdicts) == {"identical"},
-        "dtype": dtype,
-        "ties": verdicts.count("tie"),
-        "faults": verdicts.count("fault"),
-        "answers_right": sum(entry["right"] for entry in entries),
-        "answers_judged": len(entries),
-        "tau": acceptance.accept_length_of(total),
-        "position_acceptance": acceptance.position_acceptance(total, num_drafts),
-        "speedup": statistics.median(speedups),
-        "speedup_range": [min(speedups), max(speedups)],
-        "provenance": provenance(),
-        "prompts": entries,
-    }
+def ask(servers: Asked, turns: list[str], sampling: Any, rounds: int) -> Answers:
+    """Return all answers to a prompt; every second round asks in the reverse order.
+
+    Raises ``RequestException`` if a server refuses a request or the drafter.
+    """
+    from eval.client import converse, post
+    from sglang_hyperdflash.draft.published import DRAFTER_FORMAT
+
+    answers: Answers = {name: [] for name in servers}
+    for i in range(rounds):
+        for name, (url, drafter) in list(servers.items())[:: -1 if i % 2 else 1]:
+            if drafter is not None:
+                body = {"model_path": str(drafter), "load_format": DRAFTER_FORMAT, "token_step": i}
+                post(f"{url}/update_weights_from_disk", body).raise_for_status()
+            answers[name].append(converse(url, turns, sampling))
+    return answers
 
 
-def _shown(number: float | None) -> str:
-    return "not measured" if number is None else f"{number:.2f}"
+def entry_of(prompt: dict[str, Any], answers: Answers, verdicts: dict[str, str]) -> dict[str, Any]:
+    """Return a prompt's part of the report: every answer whole, and each server's numbers."""
+    servers, is_right = {}, importlib.import_module("exchanges").is_right
+    for name, each in answers.items():
+        servers[name] = {
+            "verdict": verdicts[name],
+            "tau": accept_length_of(each[0].histogram) or 1.0,  # without drafts
+            "tokens": sum(map(len, each[0].output_ids)),
+            "seconds": (seconds := median(answer.seconds for answer in each)),
+            "speedup": median(answer.seconds for answer in answers[BASELINE]) / seconds,
+            "answers": list(map(vars, each)),
+        }
+    kind, text = prompt["kind"], answers[DRAFTED][0].texts[-1]
+    family = {"kind": "word_problem"} if kind == OTHER else {}
+    right = is_right(prompt | family, text) if "answer" in prompt else None
+    return {"kind": kind, "expected": prompt.get("answer"), "right": right, "servers": servers}
 
 
-def print_answer(number: int, entry: dict[str, Any]) -> None:
-    """Print a prompt, its answer and the numbers of its entry."""
-    mark = entry["verdict"].replace("fault", "DIFFERENT FROM THE BASELINE")
-    print(f"\n[{number}] {entry['kind']}: {entry['prompt'].strip()[:100]!r}")
-    print(f"    {entry['text'].strip()[:240]!r}")
-    print(
-        f"    tau {_shown(entry['tau'])}, {entry['tokens']} tokens, speedup "
-        f"{entry['speedup']:.2f}x, {mark}, {'right' if entry['right'] else 'WRONG'}",
-        flush=True,
-    )
+def rounds_of(entry: dict[str, Any], example: Path, url: str) -> list[dict[str, str]]:
+    """Return accepted drafts, bonus token and rejected drafts of an answer's rounds, as texts.
+
+    The prefill is first. SGLang reports no rejected draft, so all are recomputed; empty if that
+    differs from what the server counted (in bf16 on a GPU).
+    """
+    import torch
+
+    from eval.client import Sampling, chat, messages_before
+    from sglang_hyperdflash.draft.algorithm import propose_block
+    from sglang_hyperdflash.targets.files import load_tokenizer
+    from sglang_hyperdflash.training.drafter import Drafter
+    from sglang_hyperdflash.training.local_target import LocalTarget
+
+    messages, served = messages_before(entry["turns"], [], 0), entry["servers"][DRAFTED]["answers"]
+    reply = chat(url, messages, Sampling(0.0, 1), return_prompt_token_ids=True)
+    tokens, rest = reply["choices"][0]["prompt_token_ids"], served[0]["output_ids"][0]
+    torch.set_num_threads(1)  # in a model this small, more threads wait for each other
+    target, drafter = LocalTarget(example / "target"), Drafter.load(example / "drafter").eval()
+    drafts, rounds = list[int](), []
+    while rest:
+        most = min(len(drafts), len(rest))
+        kept = sum(drafts[:i] == rest[:i] for i in range(1, most + 1))
+        parts = {"accepted": rest[:kept], "bonus": rest[kept : kept + 1]}
+        rounds.append(parts | {"rejected": drafts[kept:] if parts["bonus"] else []})
+        tokens, rest = tokens + rest[: kept + 1], rest[kept + 1 :]
+        drafts = propose_block(target, drafter, tokens) if rest else []
+    # Of the last round the server also counts correct drafts after the answer's end.
+    counted = Counter(dict(enumerate(served[0]["histogram"])))
+    whole = Counter(len(each["accepted"]) for each in rounds[1:-1])
+    if len(rounds) - 1 != counted.total() or not whole <= counted:
+        return []
+    decode = load_tokenizer(str(example / "target")).decode
+    return [{name: decode(ids) for name, ids in each.items()} for each in rounds]
 
 
-def print_summary(result: dict[str, Any], out: Path) -> None:
-    """Print the report's numbers over all prompts."""
-    print("\nacceptance by drafted position")
-    for position, share in enumerate(result["position_acceptance"], start=1):
-        print(f"  {position} {'#' * round(40 * share):<40} {share:.2f}")
-    low, high = result["speedup_range"]
-    print(f"\ntau (accept length, bonus token included): {_shown(result['tau'])}")
-    print(f"speedup over the baseline, interleaved: {result['speedup']:.2f}x median over prompts")
-    print(f"  (slowest {low:.2f}x, fastest {high:.2f}x; whole requests, prefill included)")
-    print(f"outputs identical to the baseline's: {result['outputs_identical']}")
-    rule = "any difference" if result["dtype"] == "float32" else "past the tie gap of `eval run`"
-    print(f"  ({result['dtype']}; faults, {rule}: {result['faults']}; ties: {result['ties']})")
-    print(f"right answers: {result['answers_right']} of {result['answers_judged']}")
-    print(f"report: {out}")
+def summarise(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the numbers over all prompts; tau and speed are without the text of another kind."""
+    servers, verdicts = {}, Counter(s["verdict"] for e in entries for s in e["servers"].values())
+    for name in entries[0]["servers"]:
+        counted = [entry["servers"][name] for entry in entries if entry["kind"] != OTHER]
+        speedups = [server["speedup"] for server in counted]
+        tokens, seconds = (sum(s[key] for s in counted) for key in ("tokens", "seconds"))
+        histogram = add_histograms(server["answers"][0]["histogram"] for server in counted)
+        servers[name] = {
+            "tau": accept_length_of(histogram) or 1.0,
+            "tokens_per_second": tokens / seconds,
+            "speedup": [min(speedups), median(speedups), max(speedups)],
+            "verdicts": Counter(entry["servers"][name]["verdict"] for entry in entries),
+        }
+    differences = {"faults": verdicts["fault"], "ties": verdicts["tie"]}
+    return {"outputs_identical": not any(differences.values()), **differences, "servers": servers}

@@ -19,9 +19,8 @@ from typing import NamedTuple
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_hyperdflash.draft.published import Version, current, withdraw
+from sglang_hyperdflash.draft.published import DRAFTER_FORMAT, Version, current, withdraw
 from sglang_hyperdflash.serving.scheduler.metrics import ACCEPTED, DRAFTED, DRAFTER, POSITION
-from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER_FORMAT
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 from sglang_hyperdflash.tools.server_process import key_headers, reason_of
 

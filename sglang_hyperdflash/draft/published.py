@@ -26,6 +26,8 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 POINTER, MANIFEST, WITHDRAWN = "current", "version.json", "withdrawn"
 CONFIG = "config.json"
+# The load_format of an update from disk whose folder is a drafter's: no rank has to look.
+DRAFTER_FORMAT = "hyperdflash"
 DIGITS = 6
 # The number of whole versions that stay in the folder.
 KEPT = 3

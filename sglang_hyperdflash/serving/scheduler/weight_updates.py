@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash import ALGORITHM, is_ours
-from sglang_hyperdflash.draft.published import MANIFEST, Version
+from sglang_hyperdflash.draft.published import DRAFTER_FORMAT, MANIFEST, Version
 from sglang_hyperdflash.seams import around
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -35,8 +35,6 @@ LOCAL_CONTROL = (
     "rounds. Restart the server with the new drafter, or without the flag."
 )
 RELEASED = "the drafter's memory is released. Send it again after /resume_memory_occupation."
-# The load_format of an update from disk whose folder is a drafter's: no rank has to look.
-DRAFTER_FORMAT = "hyperdflash"
 # Before the selector of a request that only reads.
 READ = "read "
 # Of update_weights_from_tensor: those that end in the draft model's load_weights.

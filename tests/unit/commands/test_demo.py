@@ -4,12 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import demo
-from tests.conftest import ROOT
+from sglang_hyperdflash.commands.demo_page import CONTROL, DRAFTED, print_rounds
+from sglang_hyperdflash.draft.algorithm import decode
+from sglang_hyperdflash.targets.files import load_tokenizer
+from sglang_hyperdflash.training.local_target import LocalTarget
+from tests.conftest import EXAMPLE, ROOT
+from tests.engine.reference_decoder import block_draft
 from tests.unit.eval.fake_server import FakeServer
 
 
@@ -30,36 +36,135 @@ def test_the_command_finds_eval_from_any_folder(tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize(
-    "dtype, gap, code, ties, faults, rounds, tau",
-    [
-        *[("float32", None, 0, 0, 0, [1, 1], 1.5), ("float32", 0.0, 1, 0, 12, [1, 1], 1.5)],
-        *[("bfloat16", 0.2, 0, 12, 0, [1, 1], 1.5), ("bfloat16", 0.5, 1, 0, 12, [], None)],
-    ],
-)
-def test_in_fp32_any_difference_is_a_fault_and_in_bf16_one_past_a_tie(
-    tmp_path, monkeypatch, capsys, dtype, gap, code, ties, faults, rounds, tau
-):
-    """Without a verification round no accept length is measured."""
+@pytest.fixture
+def fakes(monkeypatch) -> SimpleNamespace:
+    """The demo's servers without a model; its attributes say how they answer."""
+    settings = SimpleNamespace(dtype="float32", gap=0.0, wrong="", rounds=[1, 1], die_after=None)
+    settings.started = []
 
     class Fake(FakeServer):
-        def __init__(self, model, *arguments, log, environment) -> None:
-            drafts = "--speculative-algorithm" in arguments
-            third = 91 if drafts and gap is not None else 90
-            logits = {90: 20.0, 91: 20.0 - (gap or 0.0)}
-            histogram, answer = rounds if drafts else [], [5, 5, third]
-            super().__init__(lambda _: answer, histogram, logits=logits, dtype=dtype)
+        def __init__(self, _model, *arguments, log, environment) -> None:
+            drafts, gap = "--speculative-algorithm" in arguments, settings.gap
+            logits = {90: 20.0, 91: 20.0 - gap}
+            options = {"dtype": settings.dtype, "die_after": settings.die_after}
+            super().__init__(self.ids, settings.rounds if drafts else [], logits, **options)
+            self.drafts = drafts
+            self.stopped = False
+            settings.started.append(self)
+
+        def ids(self, _prompt: str) -> list[int]:
+            random = self.loaded and CONTROL in self.loaded[-1]["model_path"]
+            wrong = self.drafts and settings.wrong == (CONTROL if random else DRAFTED)
+            return [5, 5, 91 if wrong else 90]
 
         def wait(self):
             return self
 
+        def __exit__(self, *exception) -> None:
+            super().__exit__(*exception)
+            self.stopped = True
+
     monkeypatch.setattr(demo, "Server", Fake)
+    monkeypatch.setattr(demo, "rounds_of", lambda *_: [])
+    return settings
+
+
+@pytest.mark.parametrize(
+    "dtype, gap, wrong, code, ties, faults, rounds, tau",
+    [
+        ("float32", 0.0, "", 0, 0, 0, [1, 1], 1.5),
+        ("float32", 0.0, DRAFTED, 1, 0, 13, [1, 1], 1.5),
+        ("float32", 0.0, CONTROL, 1, 0, 13, [1, 1], 1.5),
+        ("bfloat16", 0.2, DRAFTED, 0, 13, 0, [1, 1], 1.5),
+        ("bfloat16", 0.5, CONTROL, 1, 0, 13, [], 1.0),
+    ],
+)
+def test_in_fp32_any_difference_is_a_fault_and_in_bf16_one_past_a_tie(
+    tmp_path, fakes, dtype, gap, wrong, code, ties, faults, rounds, tau
+):
+    """Without a verification round every pass has given one token."""
+    fakes.dtype, fakes.gap, fakes.wrong, fakes.rounds = dtype, gap, wrong, rounds
     out = tmp_path / "demo.json"
     out.write_text(json.dumps({"outputs_identical": True}))  # of an earlier demo
     assert main(["demo", "--out", str(out), "--rounds", "2"]) == code
     report = json.loads(out.read_text())
-    assert (report["dtype"], report["ties"], report["faults"]) == (dtype, ties, faults)
-    assert report["outputs_identical"] is (gap is None)
-    assert not any(prompt["right"] for prompt in report["prompts"])
-    assert {prompt["tau"] for prompt in report["prompts"]} == {report["tau"]} == {tau}
-    assert ("not measured" in capsys.readouterr().out) is (tau is None)
+    assert report["provenance"]["dtype"] == dtype
+    assert (report["ties"], report["faults"]) == (ties, faults)
+    assert report["outputs_identical"] is not bool(wrong)
+    for name, server in report["servers"].items():
+        assert server["verdicts"].get("identical", 0) == (0 if name == wrong else 13)
+    assert report["servers"][DRAFTED]["tau"] == tau
+    for prompt in report["prompts"]:
+        for name, server in prompt["servers"].items():
+            ids = [5, 5, 91 if name == wrong else 90]
+            assert [a["output_ids"] for a in server["answers"]] == [
+                [ids] * len(prompt["turns"])
+            ] * 2
+    assert max(len(prompt["turns"]) for prompt in report["prompts"]) == 2
+
+
+def test_the_page_has_every_prompt_and_what_a_wrong_answer_should_be(tmp_path, fakes, capsys):
+    assert main(["demo", "--out", str(tmp_path / "demo.json"), "--rounds", "1"]) == 0
+    page = capsys.readouterr().out
+    for prompt in map(json.loads, (EXAMPLE / "prompts.jsonl").read_text().splitlines()):
+        assert prompt["kind"] in page
+    assert "Take off the tea." in page and "expected 698" in page  # the fake answers nothing right
+
+
+def test_own_prompts_take_the_place_of_the_examples(tmp_path, fakes, capsys):
+    out = tmp_path / "demo.json"
+    asked = ["Who are you?", "Add 1 and 2."]
+    options = [word for text in asked for word in ("--prompt", text)]
+    assert main(["demo", "--out", str(out), "--rounds", "1", *options]) == 0
+    report = json.loads(out.read_text())
+    assert [prompt["turns"] for prompt in report["prompts"]] == [[text] for text in asked]
+    assert [prompt["right"] for prompt in report["prompts"]] == [None, None]
+    assert all(text in capsys.readouterr().out for text in asked[:1])
+
+
+@pytest.mark.parametrize("load, warned", [(0.0, False), (4321.0, True)])
+def test_a_busy_machine_is_named(tmp_path, fakes, monkeypatch, capsys, load, warned):
+    monkeypatch.setattr(demo.os, "getloadavg", lambda: (load, load, load))
+    assert main(["demo", "--out", str(tmp_path / "demo.json"), "--prompt", "Hi"]) == 0
+    assert ("4321.0" in capsys.readouterr().out) is warned
+    assert json.loads((tmp_path / "demo.json").read_text())["provenance"]["load_average"] == load
+
+
+def test_no_server_outlives_an_error(tmp_path, fakes, refused):
+    fakes.die_after = 4
+    refused("demo", "--out", tmp_path / "demo.json")
+    assert [server.stopped for server in fakes.started] == [True, True]
+
+
+@pytest.mark.parametrize("no_color, painted", [("", True), ("1", False)])
+def test_only_a_terminal_has_colours_unless_no_color_is_set(monkeypatch, capsys, no_color, painted):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    rounds = [{"accepted": "1+1", "bonus": "=", "rejected": "-"}]
+    print_rounds("Add 1 and 1.", rounds)
+    assert "[1+1] =" in (plain := capsys.readouterr().out) and "\033" not in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_rounds("Add 1 and 1.", rounds)
+    assert ("\033" in capsys.readouterr().out) is painted
+
+
+@pytest.mark.heavy
+def test_rounds_are_those_of_the_decoder_without_an_engine():
+    """Every piece is of the answer; a server that counts other rounds has none shown."""
+    target, tokenizer = LocalTarget(EXAMPLE / "target"), load_tokenizer(str(EXAMPLE / "target"))
+    propose = block_draft(target, EXAMPLE / "drafter")
+    prompt = tokenizer.encode("Add 478 and 220.")
+    answer, histogram = decode(target, propose, prompt, 32, None)
+
+    class Fake(FakeServer):
+        def chat(self, asked: dict) -> dict:
+            return {"choices": [{"prompt_token_ids": prompt}]}
+
+    with Fake(1, []) as server:
+        served = {"output_ids": [answer], "histogram": histogram}
+        entry = {"turns": ["any"], "servers": {DRAFTED: {"answers": [served]}}}
+        rounds = demo.rounds_of(entry, EXAMPLE, server.url)
+        text = "".join(each["accepted"] + each["bonus"] for each in rounds)
+        assert text == tokenizer.decode(answer) and len(rounds) == sum(histogram) + 1
+        assert any(each["accepted"] for each in rounds) and any(r["rejected"] for r in rounds)
+        served["histogram"] = [sum(histogram) - 1]
+        assert demo.rounds_of(entry, EXAMPLE, server.url) == []

@@ -34,7 +34,7 @@ class FakeServer:
         if isinstance(self.answer, int):
             self.answer = lambda text, tokens=self.answer: [len(text)] * tokens
         self.before = lambda: None
-        self.requests, self.generated = list[dict](), list[dict]()
+        self.requests, self.generated, self.loaded = list[dict](), list[dict](), list[dict]()
         outer = self
 
         class Handler(JsonHandler):
@@ -46,6 +46,9 @@ class FakeServer:
                 if self.path == "/generate":
                     outer.generated.append(asked)
                     return self.reply(outer.logprobs(asked))
+                if self.path == "/update_weights_from_disk":
+                    outer.loaded.append(asked)
+                    return self.reply({})
                 assert self.path == "/v1/chat/completions"
                 outer.requests.append(asked)
                 if outer.die_after is not None and len(outer.requests) > outer.die_after:

@@ -14,10 +14,9 @@ from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
 from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.draft.config import load_config
-from sglang_hyperdflash.draft.published import publish
+from sglang_hyperdflash.draft.published import DRAFTER_FORMAT, publish
 from sglang_hyperdflash.serving.drafting.replace import read_drafter
 from sglang_hyperdflash.serving.scheduler import weight_updates
-from sglang_hyperdflash.serving.scheduler.weight_updates import DRAFTER_FORMAT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 

@@ -8,35 +8,37 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sglang_hyperdflash import CPU_PLATFORM
+from sglang_hyperdflash import CPU_PLATFORM, SGLANG_VERSION, __version__
 from sglang_hyperdflash.tools.command_line import Parser
 from sglang_hyperdflash.tools.errors import HyperDFlashError
-from sglang_hyperdflash.tools.process_group import exit_on_signals
-
-# Each is a module under commands/.
-COMMANDS = ("check", "demo", "generate", "init", "regenerate", "capture", "train", "learn", "plan")
+from sglang_hyperdflash.tools.process_group import exit_on_signals, sigint_exits
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All sub-commands; each module adds its own arguments and names its function."""
-    parser = argparse.ArgumentParser(
-        prog="hyperdflash", description="HyperDFlash speculative decoding for SGLang"
-    )
+    """All sub-commands with their options; no command's own module is imported."""
+    from sglang_hyperdflash.commands import options
+
+    about = "HyperDFlash speculative decoding for SGLang"
+    parser = Parser(prog="hyperdflash", description=about)
+    version = f"hyperdflash {__version__}, for sglang {SGLANG_VERSION}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", parser_class=Parser
+        dest="command", required=True, metavar="COMMAND", action=options.Listed
     )
-    for name in COMMANDS:
-        importlib.import_module(f"sglang_hyperdflash.commands.{name}").add_parser(commands)
+    for name in options.COMMANDS:
+        getattr(options, name)(commands)
     return parser
 
 
 @exit_on_signals()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; user errors print one line on stderr and give exit code 2."""
-    args = build_parser().parse_args(argv)
-    os.environ.setdefault(CPU_PLATFORM, "1")
+    with sigint_exits("hyperdflash: interrupted"):
+        args = build_parser().parse_args(argv)
+        os.environ.setdefault(CPU_PLATFORM, "1")
+        command = importlib.import_module(f"sglang_hyperdflash.commands.{args.command}")
     try:
-        return int(args.run(args) or 0)
+        return int(command.run(args) or 0)
     except (HyperDFlashError, OSError, FloatingPointError) as error:
         print(f"hyperdflash {args.command}: {error}", file=sys.stderr)
         return 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from sglang_hyperdflash import ALGORITHM, seams
 from sglang_hyperdflash.commands import capture_rows
 from sglang_hyperdflash.cpu import registration
@@ -13,6 +15,7 @@ from sglang_hyperdflash.serving.scheduler import finish, metrics, weight_updates
 from sglang_hyperdflash.serving.startup import dflash_seams
 from sglang_hyperdflash.serving.verification import prefill
 from sglang_hyperdflash.targets import deepseek_v4, loaded
+from sglang_hyperdflash.tools.errors import HyperDFlashError
 
 # The modules with hooks on SGLang.
 SERVING_SEAMS = seams.declared(dflash_seams, prefill, finish, loaded, deepseek_v4, size,
@@ -77,6 +80,19 @@ def _register_models() -> None:
     seams.when_imported("sglang.srt.models.registry", add)
 
 
+def _print_refusals_alone() -> None:
+    """Print an error of ours that ends the process as its one sentence, without a traceback."""
+    print_error = sys.excepthook
+
+    def print_refusal(kind, error, traceback) -> None:
+        if isinstance(error, HyperDFlashError):
+            print(f"sglang-hyperdflash: error: {error}", file=sys.stderr)
+        else:
+            print_error(kind, error, traceback)
+
+    sys.excepthook = print_refusal
+
+
 def load() -> None:
     """Register the algorithm, the models, the hooks and, where it is asked for, the CPU platform.
 
@@ -85,6 +101,7 @@ def load() -> None:
     on the CPU platform, which sets ``OMP_NUM_THREADS`` and ``OMP_WAIT_POLICY`` unless they are set,
     and installs ``CPU_SEAMS``.
     """
+    _print_refusals_alone()
     _register_algorithm()
     _register_resolution()
     _register_models()

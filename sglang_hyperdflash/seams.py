@@ -88,11 +88,15 @@ def install(seams: Iterable[Seam]) -> None:
     """Hook every enabled seam as soon as SGLang imports its module.
 
     Raises:
-        SeamError: SGLang is not the pinned version.
+        SeamError: SGLang is not the pinned version; :func:`check_installed` says so, too.
     """
-    check_version()
     enabled = [seam for seam in seams if seam.only_with is None or os.environ.get(seam.only_with)]
     recorded.extend(enabled)
+    try:
+        check_version()
+    except SeamError as error:
+        _failures.append(error)
+        raise
     waiting = {seam.module for seam in enabled} - sys.modules.keys()
     for module in waiting:
         when_imported(module, partial(_hook, *(one for one in enabled if one.module == module)))
@@ -123,7 +127,7 @@ def _hook(*seams: Seam) -> None:
                 wrappers[id(original)] = wrapped
             in_place.add(seam.target)
         except Exception as error:  # this runs inside the import of a module of SGLang
-            wrong = f"SGLang seam {seam.target} could not be hooked: {error!r}"
+            wrong = f"SGLang's function {seam.target} could not be hooked: {error!r}"
             _failures.append(error if isinstance(error, SeamError) else SeamError(wrong))
             logger.warning("%s", _failures[-1])
     names_of = ModuleType.__dict__["__dict__"].__get__  # runs no code of a lazy module
@@ -150,17 +154,25 @@ def source_hash(function: Callable) -> str:
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
 
 
-def check_seam(seam: Seam) -> None:
-    """Refuse a seam whose target is gone or differs from the one its hook was written for."""
+def difference(seam: Seam) -> str | None:
+    """What became of a seam's target, or None if it is the one that the hook was written for."""
     try:
         function = inspect.unwrap(pkgutil.resolve_name(seam.target))
     except (AttributeError, ImportError) as error:
-        raise SeamError(f"SGLang seam {seam.target} is gone: {error}") from error
+        return f"is gone: {error}"
     digest = source_hash(function)
-    if digest != seam.source:
+    if digest == seam.source:
+        return None
+    return (
+        f"changed: expected source {seam.source}, found {digest} of {inspect.signature(function)}"
+    )
+
+
+def check_seam(seam: Seam) -> None:
+    """Refuse a seam whose target is gone or differs from the one its hook was written for."""
+    if text := difference(seam):
         raise SeamError(
-            f"SGLang seam {seam.target} changed: expected source {seam.source}, found {digest} of "
-            f"{inspect.signature(function)}. Use an unmodified sglang=={SGLANG_VERSION}."
+            f"SGLang's function {seam.target} {text}. Use an unmodified sglang=={SGLANG_VERSION}."
         )
 
 

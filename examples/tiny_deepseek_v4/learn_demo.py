@@ -131,7 +131,7 @@ def learning(folder: Path, *servers: str, **paths: Path) -> Iterator[None]:
     paths |= {"target": TARGET, "work": folder / "work"}
     options = [word for name, path in paths.items() for word in (f"--{name}", str(path))]
     options += [word for url in servers for word in ("--server", url)]
-    command = ["nice", "-n", "19", sys.executable, "-m", "sglang_hyperdflash.cli", "learn"]
+    command = ["nice", "-n", "19", sys.executable, "-m", "sglang_hyperdflash", "learn"]
     command += [*options, *LEARN.split()]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "learn.log").open("ab") as log:

@@ -56,7 +56,7 @@ MEMORY = {"max_total_tokens": 8192, "mem_fraction_static": 0.2}
 SERVER = "--dtype float32 --tool-call-parser deepseekv4 --max-total-tokens 8192"
 SERVER += " --mem-fraction-static 0.2"
 COMMANDS = {
-    "hyperdflash": ["-m", "sglang_hyperdflash.cli"],
+    "hyperdflash": ["-m", "sglang_hyperdflash"],
     "torchrun": ["-m", "torch.distributed.run"],
     "python": [],
 }
@@ -240,7 +240,7 @@ def train(walk: Walk) -> None:
     def command(name: str, processes: int) -> list[str]:
         write_text(walk.folder / f"{name}.toml", SCHEDULE.format(name=name))
         options = f"train --config {name}.toml --work work_{name} --device cpu --threads 1"
-        ranks = f"torchrun --standalone --nproc-per-node {processes} -m sglang_hyperdflash.cli"
+        ranks = f"torchrun --standalone --nproc-per-node {processes} -m sglang_hyperdflash"
         return f"{ranks if processes > 1 else 'hyperdflash'} {options}".split()
 
     def states(name: str) -> list[Path]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,11 +24,10 @@ from sglang_hyperdflash.commands.pool import Pool, Refused, server_info
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, model_dtype
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
-from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.training.conversations import Loaded, load_samples
-from sglang_hyperdflash.training.rows import SOURCES, STRICT, LeftOut
+from sglang_hyperdflash.training.rows import LeftOut
 from sglang_hyperdflash.training.store.identity import identity_of
 from sglang_hyperdflash.training.store.manifest import SHARDS, Data, content_hash, data_digest
 from sglang_hyperdflash.training.store.writer import (
@@ -56,36 +54,6 @@ RESERVED_ARGUMENTS = generate.RESERVED_ARGUMENTS | {
 # Tokens of a context that SGLang reserves: its worker accepts inputs that are shorter than the
 # context less 6 (managers/tp_worker.py, ``max_req_input_len``).
 RESERVED_TOKENS = 7
-
-
-def add_parser(commands) -> None:
-    """Register ``capture`` and its arguments."""
-    parser = commands.add_parser(
-        "capture",
-        help="write the target's states of a data set, through SGLang",
-        description="Prefill every conversation with an SGLang server and keep the pre-collapse "
-        'residual, in a store for `hyperdflash train` (features = "captured"). Run again to '
-        "resume. Several engines fill one store, each run with its own --share.",
-    )
-    add = parser.add_argument
-    add("--target", dest="model", required=True, help="target folder or hub id")
-    add("--data", nargs="+", required=True, help=f"chat data: {SOURCES}")
-    add("--strict", action="store_true", help=STRICT)
-    add("--out", type=Path, required=True, help="folder of the store")
-    text = "capture the I-th of N parts of the data, while others capture the rest"
-    add("--share", type=share, default="1/1", metavar="I/N", help=text)
-    text = "name of this run in the store (default: its share); another data set needs another"
-    add("--writer", type=writer_name, help=text)
-    text = "tokens; answers that end later are left out, and a conversation of such answers alone "
-    text += "is listed; less if the target's context is shorter"
-    add("--max-length", type=COUNT, default=4096, help=text)
-    text = "of the stored states: the target's own, or float8_e4m3fn with a scale for each token "
-    text += "and path, half of bf16's size"
-    add("--states-dtype", choices=("auto", "fp8"), default="auto", help=text)
-    add("--shard-mib", type=COUNT, default=1024, help="largest size of a shard, MiB")
-    add("--concurrency", type=COUNT, default=16, help="conversations in flight")
-    generate.add_engine_options(parser)
-    parser.set_defaults(run=run, draft=None)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -136,21 +104,6 @@ def run(args: argparse.Namespace) -> int:
     if not_finite and not captured:
         raise left_out.nothing_usable("--data", "Check the target's weights and --dtype.")
     return 0
-
-
-def share(text: str) -> tuple[int, int]:
-    """Parse a ``--share``: ``I/N``, from ``1/N`` to ``N/N``."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, found {text}")
-    return int(part), int(parts)
-
-
-def writer_name(text: str) -> str:
-    """Check a ``--writer``, which becomes part of file names."""
-    if not re.fullmatch(r"\w[\w.-]*", text):
-        raise argparse.ArgumentTypeError(f"expected letters, digits, _, - and ., found {text!r}")
-    return text
 
 
 def _capture(

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from sglang_hyperdflash import SGLANG_VERSION, __version__, seams
-from sglang_hyperdflash.tools.errors import HyperDFlashError
+from sglang_hyperdflash.tools.errors import HyperDFlashError, SeamError
 from sglang_hyperdflash.tools.server_process import API_KEY
-
-
-class Finding(NamedTuple):
-    """One line of the report; ``ok`` is False if a server would not start or would be wrong."""
-
-    subject: str
-    detail: str
-    ok: bool
 
 
 def sglang_version() -> str:
@@ -33,52 +22,76 @@ def sglang_version() -> str:
 
 
 def hooks() -> str:
-    """Load the plugins as SGLang does, import every hooked module and check every seam.
+    """Load the plugins as SGLang does, and compare every hooked function with the pinned one's.
+
+    Of another SGLang, where no hook is put in place, they are compared as well.
 
     Raises:
-        SeamError: the plugin was not loaded, or a seam is not in place.
+        SeamError: functions differ, or a hook is not in place.
     """
     from sglang.srt.plugins import load_plugins
 
+    pinned = True
+    try:
+        seams.check_version()
+    except SeamError:
+        pinned = False
+        logging.disable(logging.ERROR)  # the loader logs the same error, with a traceback
     load_plugins()
-    for seam in seams.recorded:
-        importlib.import_module(seam.module)
-    seams.check_installed()
-    return f"{len(seams.recorded)} hooks in place, each matching the source it was written for"
+    by_target = {seam.target: seams.difference(seam) for seam in seams.recorded}
+    wrong = [f"\n  {target} {text}" for target, text in by_target.items() if text]
+    if wrong:
+        count = f"{len(wrong)} of {len(by_target)}"
+        raise SeamError(f"{count} hooked functions of SGLang differ:{''.join(wrong)}")
+    if pinned or not by_target:
+        seams.check_installed()
+    return f"{len(by_target)} hooks, each on the function that it was written for"
 
 
 def platform() -> str:
-    """Return the platform that SGLang chose, and the CUDA device."""
+    """Return the platform that SGLang chose, the CUDA device, and what can be served on it."""
     from sglang.srt.platforms import current_platform
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device found"
+    if not torch.accelerator.is_available():
+        cuda += "; this machine can serve the tiny target only"
     return f"{current_platform!r}: {cuda}"
+
+
+def environment() -> str:
+    """Return the environment variables that matter, as people paste them into reports."""
+    names = sorted(name for name in os.environ if name.startswith(("HYPERDFLASH_", "SGLANG_PL")))
+    values = {name: "set" if name == API_KEY else os.environ[name] for name in names}
+    variables = ", ".join(f"{name}={value}" for name, value in values.items())
+    return variables or "no HYPERDFLASH variable is set"
 
 
 CHECKS: dict[str, Callable[[], str]] = {
     "sglang": sglang_version,
-    "seams": hooks,
+    "hooks": hooks,
     "platform": platform,
+    "environment": environment,
 }
 
 
-def examine() -> list[Finding]:
-    """Run every check, also after one that fails, and list the environment variables."""
-    findings = []
+def examine() -> bool:
+    """Run every check, also after one that fails; print each and return whether all are right.
+
+    A check's name is printed before it runs, since some take tens of seconds.
+    """
+    right = True
     for subject, check in CHECKS.items():
+        print(f"{subject:<12}", end="", flush=True)
         try:
-            findings.append(Finding(subject, check(), True))
+            print(f"ok     {check()}")
         except (HyperDFlashError, ImportError, RuntimeError) as error:
-            findings.append(Finding(subject, str(error), False))
-    names = sorted(name for name in os.environ if name.startswith(("HYPERDFLASH_", "SGLANG_PL")))
-    # People paste this into reports.
-    values = {name: "set" if name == API_KEY else os.environ[name] for name in names}
-    variables = ", ".join(f"{name}={value}" for name, value in values.items())
-    return [*findings, Finding("environment", variables or "no HYPERDFLASH variable is set", True)]
+            print(f"WRONG  {error}")
+            right = False
+    return right
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; return 2 if one is wrong, with ``--gpu`` 1.
+    """Print what was found; return 2 if a server would not start, with ``--gpu`` 1.
 
     Raises:
         HyperDFlashError: an option of ``--gpu`` was given without it.
@@ -91,18 +104,4 @@ def run(args: argparse.Namespace) -> int:
         from sglang_hyperdflash.commands import check_gpu
 
         return check_gpu.run_gpu(args.all, args.json)
-    findings = examine()
-    for finding in findings:
-        print(f"{finding.subject:<12}{'ok' if finding.ok else 'WRONG':<7}{finding.detail}")
-    return 0 if all(finding.ok for finding in findings) else 2
-
-
-def add_parser(commands) -> None:
-    """Register ``check`` and its arguments."""
-    text = "check whether this installation can serve"
-    parser = commands.add_parser("check", help=text, description=__doc__.splitlines()[0])
-    text = "compile every kernel, compare it with its reference on this GPU, and time it"
-    parser.add_argument("--gpu", action="store_true", help=text)
-    parser.add_argument("--all", action="store_true", help="--gpu: FlashInfer's attention, too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="--gpu: write the report there")
-    parser.set_defaults(run=run)
+    return 0 if examine() else 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -27,12 +26,10 @@ from sglang_hyperdflash.targets.chats import Message, load_chats
 from sglang_hyperdflash.targets.files import is_hub_id
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.checksum import short_hash
-from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import shown
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.training.conversations import check_answer, parse_conversation
-from sglang_hyperdflash.training.rows import STRICT
 
 KIND = "hyperdflash generate"
 # Server arguments that --engine-args may not set, and what to do instead.
@@ -74,51 +71,6 @@ def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Conversat
             check_answer(message, where)
     steps = [[turn] for turn in chat.messages] if kinds == ["turns"] else [chat.messages]
     return Conversation(index, digest, where, steps, chat=chat.with_messages([]))
-
-
-def add_parser(commands) -> None:
-    """Register ``generate`` and its arguments."""
-    parser = commands.add_parser(
-        "generate", help="answer a JSONL file offline", description=__doc__.splitlines()[0]
-    )
-    add = parser.add_argument
-    add("--model", required=True, help="target folder or hub id")
-    add("--draft", help="drafter (default: none, no speculation)")
-    text = "JSONL or a JSON array, with prompt, messages or turns"
-    add("--input", type=Path, required=True, help=text)
-    add("--strict", action="store_true", help=STRICT)
-    add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
-    add_sampling(parser, max_new_tokens=512, temperature=0.0, top_p=1.0, top_k=-1)
-    min_p = number(float, "from 0 to 1", lambda p: 0 <= p <= 1)
-    text = "smallest probability, relative to the likeliest token's"
-    add("--min-p", type=min_p, default=0.0, help=text)
-    add("--concurrency", type=COUNT, default=16, help="prompts in flight")
-    add_engine_options(parser)
-    parser.set_defaults(run=run)
-
-
-def add_sampling(parser: argparse.ArgumentParser, **defaults: float) -> None:
-    """Add the options of ``generate`` and ``regenerate`` about answers, with these defaults."""
-    add = parser.add_argument
-    text = "leave out answers that are cut by length, and later turns"
-    add("--finished-only", action="store_true", help=text)
-    text = "most tokens of an answer; less if the context leaves less"
-    add("--max-new-tokens", type=COUNT, help=text)
-    temperature = number(float, "a number of at least 0", lambda t: 0 <= t < math.inf)
-    add("--temperature", type=temperature, help="0 is greedy")
-    add("--top-p", type=SHARE, help="nucleus sampling; 1 is off")
-    top_k = number(int, "-1 or at least 1", lambda k: k == -1 or k >= 1)
-    add("--top-k", type=top_k, help="tokens to sample from; -1 is all")
-    parser.set_defaults(**defaults)
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`engine_arguments` reads."""
-    add = parser.add_argument
-    add("--dtype", default="auto", help="dtype of the weights, as SGLang's --dtype")
-    add("--tp", type=COUNT, default=1, help="GPUs that share the model")
-    add("--engine-args", default="{}", help="more of SGLang's server arguments, as a JSON object")
-    add("--verbose", action="store_true", help="show what SGLang and its libraries print")
 
 
 def json_option(name: str, text: str) -> dict[str, Any]:

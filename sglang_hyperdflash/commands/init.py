@@ -3,80 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from sglang_hyperdflash.draft.config import CANDIDATES, FORMS, REDUCERS
+from sglang_hyperdflash.commands.options import SIZES
+from sglang_hyperdflash.draft.config import FORMS
 from sglang_hyperdflash.draft.hc_head import HcHead
+from sglang_hyperdflash.serving.draft_kv.size import windowed_cell_size
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, load_tokenizer
 from sglang_hyperdflash.tools.atomic import write_text
-from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
 from sglang_hyperdflash.training.drafter import Drafter, DrafterShape, draft_config, shape_for
 from sglang_hyperdflash.training.model_card import CARD, model_card, shape_lines
 
 KIND = "hyperdflash init"
-
-
-def size(text: str) -> int:
-    """Parse a size; ``none``, as ``init`` prints it, is 0."""
-    return 0 if text == "none" else int(text)
-
-
-SIZE_OR_NONE = number(size, "at least 0", lambda n: n >= 0)
-# Options that replace one size of the default shape, and their help texts.
-SIZES = {
-    "layers": "transformer layers (default: from the target)",
-    "heads": "attention heads (default: from the target)",
-    "kv_heads": "K/V heads (default: from the target)",
-    "head_dim": "width of a head (default: from the target)",
-    "intermediate_size": "width of the MLP (default: three times the hidden size)",
-    "block_size": "rows of a block: the anchor plus the drafts (default: 7)",
-    "window": "context tokens that a block may see; none for all (default: from the target)",
-    "dependency_rank": "rank of the dependency head; 0 for the paper's drafter, which has none "
-    "(default: from the target)",
-    "dependency_top_k": "candidates of a draft that the dependency head scores when serving "
-    f"(default: {CANDIDATES})",
-}
-
-
-def add_parser(commands) -> None:
-    """Register ``init`` and its arguments."""
-    parser = commands.add_parser(
-        "init",
-        help="make a new drafter for a target",
-        description="Make an untrained draft checkpoint whose gate starts as the target's own "
-        "collapse, where it has one. Reads only the target's config.json and gate. The default "
-        "shape follows the target's hidden size, layers and context length, and is printed.",
-    )
-    add = parser.add_argument
-    add("--target", required=True, help="target folder or hub id")
-    add("--revision", help="branch, tag or commit of a hub id (default: the main branch)")
-    add("--out", type=Path, required=True, help="new folder for the draft checkpoint")
-    for name, text in SIZES.items():
-        kind = SIZE_OR_NONE if name in ("window", "dependency_rank") else COUNT
-        add(f"--{name.replace('_', '-')}", type=kind, help=text)
-    add("--rope-theta", type=float, default=DrafterShape.rope_theta, help="RoPE base")
-    text = "causal attention inside a block, "
-    text += "so that the first drafts are the same at every verify width"
-    add("--causal", action="store_true", help=text)
-    text = "reduction of the residual paths to one state: the gate of the method, or a linear "
-    text += "projection (default: hc_gate, with --layer-ids fc)"
-    add("--reducer", choices=REDUCERS, help=text)
-    text = "start of the gate; approximate: the closest gate of a target without an hc_head of its "
-    text += "own (DeepSeek-V4.1)"
-    add("--gate", choices=("inherited", "approximate"), default="inherited", help=text)
-    text = "read the outputs of these target layers, from 0, instead of the pre-collapse residual, "
-    text += "DFlash-style (default: none)"
-    add("--layer-ids", type=int, nargs="+", help=text)
-    text = "form of the dependency head; product: the selector of DFlash 2"
-    add("--dependency-form", choices=FORMS, default=FORMS[0], help=text)
-    add("--mask-token-id", type=int, help="mask token (default: the target tokenizer's)")
-    add("--seed", type=int, default=0, help="random seed for the new weights")
-    parser.set_defaults(run=run)
 
 
 def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
@@ -110,42 +54,53 @@ def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
     return shape
 
 
-def starting_gate(
-    files: TargetFiles, facts: TargetFacts, option: str, hc_head: HcHead | None
-) -> tuple[str, HcHead]:
-    """Return what the hc_gate starts from (one of ``config.GATES``), and its tensors.
+def gate_of(files: TargetFiles, facts: TargetFacts, option: str) -> str:
+    """Return what the hc_gate starts from, one of ``config.GATES``.
 
     Args:
         option: the value of ``--gate``.
-        hc_head: the target's, or None if it does not collapse with one.
 
     Raises:
         HyperDFlashConfigError: the target has no such gate; the message says what to choose.
     """
-    kind, name = files.kind, f"target {files.name} ({facts.architecture})"
+    kind = files.kind
+    name = f"target {files.name} ({kind.name}, {facts.architecture})"
     if kind.gate_start == "fc":
         raise HyperDFlashConfigError(
             f"{name} has no gate for each path to start from: {kind.statement}. Use --reducer fc."
         )
-    if kind.gate_start == "exact" and hc_head is None:
+    if kind.gate_start == "approximate" and option != "approximate":
         raise HyperDFlashConfigError(
-            f"{name} has no hc_head to inherit a gate from. "
-            "Use --reducer fc: a linear projection, trained from scratch."
+            f"{name}: {kind.statement}. Choose --gate approximate to start from it nevertheless, "
+            "or --reducer fc: a linear projection, trained from scratch."
         )
-    if kind.gate_start == "approximate":
-        if option != "approximate":
-            raise HyperDFlashConfigError(
-                f"{name} is {kind.name}: {kind.statement}. Choose --gate approximate to start from "
-                "it nevertheless, or --reducer fc: a linear projection, trained from scratch."
-            )
-        shape = facts.hc_mult, facts.hidden_size, facts.num_hidden_layers
-        return "approximate", files.lagged_gate(*shape)
-    if option == "approximate":
+    if kind.gate_start == "exact" and option == "approximate":
         raise HyperDFlashConfigError(
             f"--gate approximate is for targets without a gate of their own; {name} has one: "
             f"{kind.statement}. Drop --gate."
         )
-    return "inherited", hc_head
+    return option
+
+
+def starting_gate(
+    files: TargetFiles, facts: TargetFacts, gate: str, hc_head: HcHead | None
+) -> HcHead:
+    """Return the tensors of a gate of :func:`gate_of`.
+
+    Args:
+        hc_head: the target's, or None if it does not collapse with one.
+
+    Raises:
+        HyperDFlashConfigError: the checkpoint has no such tensors.
+    """
+    if gate == "approximate":
+        return files.lagged_gate(facts.hc_mult, facts.hidden_size, facts.num_hidden_layers)
+    if hc_head is None:
+        raise HyperDFlashConfigError(
+            f"target {files.name} ({facts.architecture}) has no hc_head to inherit a gate from. "
+            "Use --reducer fc: a linear projection, trained from scratch."
+        )
+    return hc_head
 
 
 def new_drafter(
@@ -153,21 +108,32 @@ def new_drafter(
 ) -> Drafter:
     """Make an untrained drafter for the target; an hc_gate starts from the target's gate.
 
+    With ``--dry-run`` it has shapes alone, and no tensor of the target is read.
+
     Raises:
         HyperDFlashConfigError: the target cannot have such a drafter.
     """
     shape = shape_of(args, facts)
     if shape.reducer == "fc" and args.gate != "inherited":
         raise HyperDFlashConfigError(f"--gate {args.gate} needs --reducer hc_gate, found fc.")
-    hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
+    if not args.dry_run:
+        hc_head = files.hc_head(facts.hc_mult, facts.hidden_size)
+    elif files.kind.gate_start == "exact":
+        hc_head = HcHead(*torch.zeros(3, 1))  # stands for the target's, in a config without one
+    else:
+        hc_head = None
     raw = draft_config(facts, hc_head, shape, mask_token_id)
-    gate = None
+    gate = "none"
     if shape.reducer == "hc_gate":
-        raw["hyperdflash_config"]["gate"], gate = starting_gate(files, facts, args.gate, hc_head)
+        raw["hyperdflash_config"]["gate"] = gate = gate_of(files, facts, args.gate)
+    if args.dry_run:
+        with torch.device("meta"):
+            return Drafter(raw)
+    start = None if gate == "none" else starting_gate(files, facts, gate, hc_head)
     torch.manual_seed(args.seed)
     drafter = Drafter(raw)
-    if gate is not None:
-        drafter.inherit(gate)
+    if start is not None:
+        drafter.inherit(start)
     return drafter
 
 
@@ -184,23 +150,47 @@ def mask_token(args: argparse.Namespace) -> int:
     return mask
 
 
+def kv_bytes(raw: Mapping[str, Any]) -> int:
+    """Return the bf16 K/V bytes of a drafter for a token of the target, on all its GPUs together.
+
+    Args:
+        raw: its ``config.json``.
+    """
+    heads = raw["num_hidden_layers"] * raw["num_key_value_heads"]
+    cell = 2 * torch.bfloat16.itemsize * heads * raw["head_dim"]
+    return cell if raw["hyperdflash_config"]["window"] is None else windowed_cell_size(cell)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint; print its target, shape, reducer and dependency head."""
-    keep_apart("--out", args.out, {"the target": args.target})
-    options = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "target")}
-    settings = options | {"target": location(args.target)}
-    check(args.out, KIND, settings)
+    """Write the checkpoint; print its target, shape, reducer, dependency head and K/V.
+
+    Raises:
+        HyperDFlashConfigError: ``--out`` or the target cannot be used.
+    """
+    if args.out is None and not args.dry_run:
+        raise HyperDFlashConfigError("--out is needed: a new folder. Give it, or --dry-run.")
     files = TargetFiles(args.target, args.revision)
-    facts = TargetFacts.from_config(files.config())  # names the fields that the config lacks
-    drafter = new_drafter(files, facts, args, mask_token(args))
-    with claim(args.out, KIND, settings):
-        write_text(args.out / CARD, model_card(drafter.raw, args.target))
-        drafter.save(args.out)
+    if args.dry_run:
+        facts = TargetFacts.from_config(files.config())
+        drafter = new_drafter(files, facts, args, args.mask_token_id or 0)
+    else:
+        keep_apart("--out", args.out, {"the target": args.target})
+        others = ("command", "dry_run", "out", "target")
+        options = {k: v for k, v in vars(args).items() if k not in others}
+        settings = options | {"target": location(args.target)}
+        check(args.out, KIND, settings)
+        facts = TargetFacts.from_config(files.config())  # names the fields that the config lacks
+        drafter = new_drafter(files, facts, args, mask_token(args))
+        with claim(args.out, KIND, settings):
+            write_text(args.out / CARD, model_card(drafter.raw, args.target))
+            drafter.save(args.out)
     kind, paths = files.kind, f"{facts.hc_mult} x {facts.hidden_size}"
     print(f"target  {args.target}: {facts.architecture} ({kind.name}), {paths}")
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    print(f"drafter {args.out}: {parameters:,} parameters")
-    for name, text in shape_lines(drafter.raw).items():
+    print(f"drafter {'not written' if args.dry_run else args.out}: {parameters:,} parameters")
+    lines = shape_lines(drafter.raw)
+    lines["K/V"] = f"{kv_bytes(drafter.raw):,} bytes for each token of a server, over all GPUs"
+    for name, text in lines.items():
         print(f"{name:<7} {text}")
     if kind.not_served is not None:
         print(f"serving not yet: {kind.not_served}")

@@ -12,13 +12,11 @@ import torch
 from tqdm import tqdm
 
 from sglang_hyperdflash.commands import train
-from sglang_hyperdflash.commands.servers import Servers, server_url
+from sglang_hyperdflash.commands.servers import Servers
 from sglang_hyperdflash.draft.checkpoint import weight_files
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
-from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.ownership import MANIFEST, claim, keep_apart, location
-from sglang_hyperdflash.tools.server_process import add_key_option
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.learner import POLL, Learner, Policy, served_drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget
@@ -108,47 +106,6 @@ def learn(
     learner.after_checkpoint()
     with Monitor(learner, "learn", REPORT_TO) as monitor:
         learner.run(args.publish, monitor)
-
-
-def add_parser(commands) -> None:
-    """Register ``learn`` and its arguments."""
-    parser = commands.add_parser(
-        "learn",
-        help="train a drafter on what servers record",
-        description="Train a drafter continuously on what servers with HYPERDFLASH_RECORD "
-        "record. A version is published, and sent to every --server, when it drafts better than "
-        "the served one on requests that are never trained on; one whose drafts these servers "
-        "accept less often is taken back. Stop it with Ctrl-C or SIGTERM; run it again to resume. "
-        "For many processes: torchrun --nproc-per-node N -m sglang_hyperdflash.cli learn ...",
-    )
-    add = parser.add_argument
-    add("--target", required=True, help="folder or hub id of the target")
-    text = "drafter that the servers started with; they read it at the same path"
-    add("--draft", type=Path, required=True, help=text)
-    add("--store", type=Path, required=True, help="folder that servers record to")
-    text = "folder for the published versions; servers read it at the same path"
-    add("--publish", type=Path, required=True, help=text)
-    add("--work", type=Path, required=True, help="folder of this run's states and logs")
-    text = "URL of a server that gets the versions, started with --enable-metrics; repeatable"
-    add("--server", action="append", type=server_url, default=[], help=text)
-    add_key_option(parser)
-    positive = number(float, "above 0", lambda x: x > 0)
-    recipe, policy = Recipe(), Policy()
-    add("--lr", type=positive, default=1e-3, help="learning rate of AdamW after the warm-up")
-    add("--batch", type=COUNT, default=recipe.batch, help="samples of a step, over all processes")
-    add("--micro-batch", type=COUNT, help="samples in memory at once, per process (default: batch)")
-    add("--anchors", type=COUNT, default=recipe.anchors, help="blocks per sample, drawn at random")
-    add("--every", type=COUNT, default=recipe.every, help="steps between checkpoints and judgings")
-    text = "newest samples that half of every batch is drawn from; the other half is of older ones"
-    add("--newest", type=COUNT, default=policy.newest, help=text)
-    text = "held-out requests that judge: so many of the newest, and so many of older ones"
-    add("--judges", type=COUNT, default=policy.judges, help=text)
-    text = "times that a sample is drawn on average; then the learner waits for new ones"
-    add("--passes", type=COUNT, default=policy.passes, help=text)
-    text = "tokens read of a sample, its last ones"
-    add("--max-length", type=COUNT, default=2048, help=text)
-    train.add_process_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

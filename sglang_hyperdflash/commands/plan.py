@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,6 @@ from sglang_hyperdflash import ALGORITHM
 from sglang_hyperdflash.commands import plan_training
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.targets.kinds import text_fields
-from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 GIB = 1 << 30
@@ -337,6 +339,23 @@ def _weights_gib(target: str, tp: int) -> float:
     return size / tp / GIB
 
 
+@contextmanager
+def logs_held_back() -> Iterator[None]:
+    """Keep what libraries log and warn of, and show it on standard error if the block fails."""
+    held = MemoryHandler(10_000, target=logging.StreamHandler(), flushOnClose=False)
+    root = logging.getLogger()
+    root.handlers, handlers = [held], root.handlers
+    logging.captureWarnings(True)
+    try:
+        yield
+    except Exception:
+        held.flush()
+        raise
+    finally:
+        logging.captureWarnings(False)
+        root.handlers = handlers
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or its JSON."""
     for name in ("draft",) if args.training else ("draft", "target", "gpu_gib"):
@@ -350,45 +369,18 @@ def run(args: argparse.Namespace) -> int:
         return plan_training.run(args)
     check_target(args.target)
     budgets = []
-    for tp in args.tp:
-        weights_gib = args.weights_gib
-        node = Node(
-            gpu_gib=args.gpu_gib,
-            weights_gib=_weights_gib(args.target, tp) if weights_gib is None else weights_gib,
-            tp=tp,
-            mem_fraction=args.mem_fraction_static,
-            max_running_requests=args.max_running_requests,
-            context_length=args.context_length,
-            dp_attention=args.dp_attention,
-        )
-        budgets += plan(args.target, args.draft, node, args.dspark)
+    with nullcontext() if args.verbose else logs_held_back():
+        for tp in args.tp:
+            weights_gib = args.weights_gib
+            node = Node(
+                gpu_gib=args.gpu_gib,
+                weights_gib=_weights_gib(args.target, tp) if weights_gib is None else weights_gib,
+                tp=tp,
+                mem_fraction=args.mem_fraction_static,
+                max_running_requests=args.max_running_requests,
+                context_length=args.context_length,
+                dp_attention=args.dp_attention,
+            )
+            budgets += plan(args.target, args.draft, node, args.dspark)
     print(json.dumps(list(map(asdict, budgets)), indent=1) if args.json else report(budgets))
     return 0
-
-
-def add_parser(commands) -> None:
-    """Register ``plan`` and its arguments."""
-    parser = commands.add_parser(
-        "plan",
-        help="compare the K/V memory of speculative methods, or count the cost of a training",
-        description="Print K/V bytes per token, K/V tokens on one GPU and their share of the "
-        "baseline's, without a GPU or weights. Other memory: what HYPERDFLASH needs outside "
-        "weights and K/V, at most; the target's own graphs are not counted. With --training print "
-        "a training file's GPU hours, bytes and days instead.",
-    )
-    add, gib = parser.add_argument, number(float, "at least 0", lambda x: 0 <= x < math.inf)
-    needed = "(no default: needed for K/V memory)"
-    add("--target", help=f"folder or hub id; only its config.json is read {needed}")
-    add("--draft", help="folder or hub id of the HyperDFlash drafter (needed)")
-    add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
-    add("--gpu-gib", type=gib, help=f"memory of one GPU, GiB {needed}")
-    add("--weights-gib", type=gib, help="weights on one GPU, GiB (default: index size / tp)")
-    add("--tp", type=COUNT, nargs="+", default=[1], help="tensor-parallel sizes, one table for all")
-    add("--dp-attention", action="store_true", help="attention data parallelism")
-    add("--context-length", type=COUNT, help="context, tokens (default: the target's own)")
-    add("--mem-fraction-static", type=SHARE, default=0.85, help="share of a GPU for weights, K/V")
-    text = "requests at once (default: SGLang's choice for each method, which is shown)"
-    add("--max-running-requests", type=COUNT, help=text)
-    add("--json", action="store_true", help="print JSON")
-    plan_training.add_arguments(parser)
-    parser.set_defaults(run=run)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from pathlib import Path
 from typing import Any
 
 from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import drafter_folder
-from sglang_hyperdflash.tools.command_line import COUNT, SHARE, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import Stage, read_schedule
@@ -168,23 +165,3 @@ def run(args: argparse.Namespace) -> int:
     costs = [stage_cost(args, raw, stage, objective, count) for stage, count in stages]
     print(json.dumps(costs, indent=1) if args.json else report(costs, args))
     return 0
-
-
-def add_arguments(parser) -> None:
-    """Register the options of ``plan --training``."""
-    positive = number(float, "above 0", lambda x: 0 < x < math.inf)
-    add = parser.add_argument_group("cost of a training").add_argument
-    text = "training file whose cost is printed (default: K/V memory)"
-    add("--training", type=Path, metavar="FILE", help=text)
-    text = "conversations of all stages, or of each"
-    add("--conversations", type=COUNT, nargs="+", default=[300_000], help=text)
-    add("--tokens", type=COUNT, default=1000, help="tokens of a conversation")
-    add("--answer-tokens", type=COUNT, default=800, help="its regenerated tokens")
-    text = "of the stored states, as in `hyperdflash capture`; auto is counted as bf16"
-    add("--states-dtype", choices=("auto", "fp8"), default="auto", help=text)
-    add("--gpus", type=COUNT, nargs="+", default=[8, 16, 64], help="GPUs whose days are printed")
-    add("--gpu-tflops", type=positive, default=989.0, help="bf16 peak of a GPU")
-    add("--utilization", type=SHARE, default=0.4, help="share of the peak that is reached")
-    text = "parameters of the target that a token uses"
-    add("--active-parameters", type=positive, default=13e9, help=text)
-    add("--decode-rate", type=positive, default=1000.0, help="answer tokens/s per serving GPU")

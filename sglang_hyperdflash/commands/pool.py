@@ -14,6 +14,7 @@ import aiohttp
 import requests
 from tqdm import tqdm
 
+from sglang_hyperdflash.commands.options import MOST_IN_FLIGHT
 from sglang_hyperdflash.serving.scheduler.finish import NAN_MATCHED
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import key_headers, reason_of
@@ -21,7 +22,6 @@ from sglang_hyperdflash.tools.server_process import key_headers, reason_of
 ATTEMPTS = 3
 # Seconds before the second attempt and before the first probe; each further pause is twice as long.
 PAUSE, LONGEST_PAUSE = 2.0, 60.0
-MOST_IN_FLIGHT = 1024
 SPARE_FILES = 512  # open files besides the connections
 # TCP keep-alive: the seconds of silence before the first probe and between probes, and the number
 # of unanswered probes that ends the connection.
@@ -51,9 +51,12 @@ def server_info(url: str) -> dict[str, Any]:
         reply.raise_for_status()
         return reply.json()
     except (requests.RequestException, ValueError) as error:
+        # What a failed connection says is a nest of other libraries' objects.
+        silent = isinstance(error, requests.ConnectionError | requests.Timeout)
         raise ServerFailed(
-            f"no SGLang server answers at {url}: {error!r}. Start one with `python -m "
-            "sglang.launch_server --model-path TARGET`; if it has a key, give it as --api-key."
+            f"{url} {'does not answer' if silent else f'is no SGLang server: {error}'}. Start one "
+            "with `python -m sglang.launch_server --model-path TARGET`; if it has a key, give it "
+            "as --api-key."
         ) from error
 
 

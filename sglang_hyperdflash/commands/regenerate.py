@@ -21,18 +21,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sglang_hyperdflash.commands.answers import Asker, Conversation, Prompts, hold_answers
-from sglang_hyperdflash.commands.generate import SAMPLING, add_sampling, json_option
-from sglang_hyperdflash.commands.pool import MOST_IN_FLIGHT, Pool, server_info
+from sglang_hyperdflash.commands.generate import SAMPLING, json_option
+from sglang_hyperdflash.commands.pool import Pool, server_info
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.chats import Message, load_chats
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.checksum import short_hash
-from sglang_hyperdflash.tools.command_line import COUNT, number
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
-from sglang_hyperdflash.tools.server_process import add_key_option
 from sglang_hyperdflash.training.conversations import joined, parse_conversation
-from sglang_hyperdflash.training.rows import SOURCES, STRICT
 
 KIND = "hyperdflash regenerate"
 
@@ -116,32 +113,6 @@ def _norm(name: str) -> str | None:
         if Path(name).is_dir():
             return tensors_fingerprint(TargetFiles(name).tensor("norm"))
     return None
-
-
-def add_parser(commands) -> None:
-    """Register ``regenerate`` and its arguments."""
-    parser = commands.add_parser(
-        "regenerate",
-        help="answer a data set's prompts with the target, for training",
-        description="Answer every user turn of chat JSONL with a running SGLang server and keep "
-        "the exact tokens: training data for `hyperdflash train`. Run again to resume.",
-    )
-    add = parser.add_argument
-    text = "address of a running SGLang server, http://HOST:PORT; repeat it to spread the requests"
-    add("--server", required=True, action="append", help=text)
-    add("--target", required=True, help="folder or hub id of the target's tokenizer")
-    add("--input", nargs="+", required=True, help=f"chat data: {SOURCES}")
-    add("--output", type=Path, required=True, help="JSONL of the answers; run again to resume")
-    add_sampling(parser, max_new_tokens=2048, temperature=0.7, top_p=0.8, top_k=20)
-    concurrency = number(int, f"from 1 to {MOST_IN_FLIGHT}", lambda n: 1 <= n <= MOST_IN_FLIGHT)
-    text = f"conversations in flight at all servers together, at most {MOST_IN_FLIGHT}"
-    add("--concurrency", type=concurrency, default=32, help=text)
-    add("--limit", type=COUNT, help="how many rows to read (default: all)")
-    add_key_option(parser)
-    add("--strict", action="store_true", help=STRICT)
-    text = "arguments of the chat template as JSON, for example '{\"thinking\": true}'"
-    add("--template-args", default="{}", help=text)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

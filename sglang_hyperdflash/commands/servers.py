@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from argparse import ArgumentTypeError
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -76,13 +75,6 @@ def read_metrics(text: str) -> tuple[int | None, FirstDrafts]:
         raise ValueError(f"found no {DRAFTER}. Serve HYPERDFLASH with --enable-metrics")
     totals = FirstDrafts(*(by_group.total() for by_group in counts.values()))
     return versions.pop() if len(versions) == 1 else None, totals
-
-
-def server_url(text: str) -> str:
-    """Check an address on the command line; return it without its last slash."""
-    if text.startswith(("http://", "https://")):
-        return text.rstrip("/")
-    raise ArgumentTypeError(f"expected a URL such as http://127.0.0.1:30000, found {text!r}")
 
 
 class Servers:

@@ -22,7 +22,6 @@ from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, drafter_folder
 from sglang_hyperdflash.tools.atomic import replacing, write_text
-from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
 from sglang_hyperdflash.training.cached import cached
@@ -34,7 +33,7 @@ from sglang_hyperdflash.training.monitor import Monitor, check_reporters
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
 from sglang_hyperdflash.training.replay import check_whole_blocks
-from sglang_hyperdflash.training.rows import STRICT, LeftOut
+from sglang_hyperdflash.training.rows import LeftOut
 from sglang_hyperdflash.training.samples import OnlineFeatures, Source
 from sglang_hyperdflash.training.store.manifest import content_hash
 from sglang_hyperdflash.training.store.reader import StoreReader
@@ -248,31 +247,6 @@ def check_store(store: StoreReader, config: HyperDFlashConfig, norm: torch.Tenso
                 f"{store.folder} was captured from another target: its {name} is {stored}, the "
                 f"drafter's target has {value}."
             )
-
-
-def add_parser(commands) -> None:
-    """Register ``train`` and its arguments."""
-    parser = commands.add_parser(
-        "train",
-        help="train a drafter",
-        description="Train a drafter in the stages of a TOML file; run again to resume. For many "
-        "processes: torchrun --nproc-per-node N -m sglang_hyperdflash.cli train ...",
-    )
-    add = parser.add_argument
-    add("--config", type=Path, required=True, help="training file (TOML)")
-    add("--work", type=Path, required=True, help="folder of this run's states and logs")
-    text = "folder that keeps the target's states for later runs on the same samples"
-    add("--states", type=Path, metavar="FOLDER", help=f"{text} (default: WORK/states)")
-    add("--strict", action="store_true", help=STRICT)
-    add_process_options(parser)
-    parser.set_defaults(run=run)
-
-
-def add_process_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`processes` reads."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    text = "CPU threads of each process (default: torch's own number)"
-    parser.add_argument("--threads", type=COUNT, help=text)
 
 
 @contextmanager

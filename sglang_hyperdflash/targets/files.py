@@ -111,6 +111,8 @@ class TargetFiles:
         self.is_hub = not Path(name).is_dir()
         if self.is_hub and not is_hub_id(name):
             raise FileNotFoundError(f"target {name} is neither a folder nor a hub id (owner/name).")
+        if self.is_hub:  # without a network it logs twelve lines before the error, which says all
+            huggingface_hub.logging.set_verbosity_error()
 
     def _path(self, file: str) -> Path:
         """Return the path of a file in the folder or in the hub's cache."""

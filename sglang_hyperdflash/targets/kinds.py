@@ -134,11 +134,12 @@ def target_kind(config: Mapping[str, Any]) -> TargetKind:
     architecture = architectures[0]
     kind = next((kind for kind in TARGETS if architecture in kind.architectures), None)
     if kind is None:
-        known = ", ".join(name for kind in TARGETS for name in kind.architectures)
+        served = [kind for kind in TARGETS if kind.not_served is None]
+        known = ", ".join(name for kind in served for name in kind.architectures)
         reason = AVERAGED.get(architecture, f"the target's config.json names {architecture}")
         raise HyperDFlashConfigError(
             f"{ALGORITHM} needs a target that hands out its hyper-connection residual streams; "
-            f"supported are {known}. Found: {reason}. Use DFLASH or EAGLE for this model, or add "
+            f"served are {known}. Found: {reason}. Use DFLASH or EAGLE for this model, or add "
             "it to sglang_hyperdflash/targets/kinds.py."
         )
     fields = text_fields(config)

@@ -1,8 +1,13 @@
 """An argument parser whose help names every default, and the types of numeric options."""
 
 import argparse
+import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, NoReturn
+
+# What argparse says of a wrong choice, and of a wrong option.
+_WRONG = re.compile(r"choice: '(.*?)' \(choose from (.*)\)|unrecognized .*?(--[^\s=]+)")
 
 
 class _WithDefaults(argparse.HelpFormatter):
@@ -23,8 +28,26 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options) -> None:
         super().__init__(**{"formatter_class": _WithDefaults, **options})
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Refuse unknown options here: a parser of commands does not know a command's options."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. {self.prog} --help lists the options.\n")
+        advice = f"{self._meant(message)}{self.prog} --help lists the options."
+        self.exit(2, f"{self.prog}: {message}. {advice}\n")
+
+    def _meant(self, message: str) -> str:
+        """Return a question with the choice or option closest to the wrong one, or nothing."""
+        wrong = _WRONG.search(message)
+        if wrong is None:
+            return ""
+        choice, choices, option = wrong.groups()
+        known = choices.replace("'", "").split(", ") if choices else self._option_string_actions
+        close = get_close_matches(choice or option, known, 1)
+        return f"Did you mean {close[0]}? " if close else ""
 
 
 def number(kind: type, expected: str, holds: Callable[[Any], bool]) -> Callable[[str], Any]:

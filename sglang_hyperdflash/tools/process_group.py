@@ -117,6 +117,27 @@ def sigterm_noted(note: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def sigint_exits(line: str) -> Iterator[None]:
+    """Let Ctrl-C end the process at once, with a line on stderr and exit code 130.
+
+    It is for imports: libraries catch some of the exceptions that Ctrl-C otherwise raises in them.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"{line}\n".encode())
+        os._exit(128 + signal.SIGINT)
+
+    handler = _replaceable(signal.SIGINT).get(signal.SIGINT)
+    if handler is not None:
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end a command as Ctrl-C does: with its clean-up, exit code 128 + n.
 

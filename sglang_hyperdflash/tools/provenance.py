@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from sglang_hyperdflash import __version__
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -56,6 +54,8 @@ def _commit() -> str | None:
 
 
 def _device() -> str:
+    import torch
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
@@ -73,6 +73,8 @@ def _version(package: str) -> str | None:
 
 def provenance() -> dict[str, str | None]:
     """Return facts to store with every measured result, without this machine's folders or keys."""
+    import torch  # late: help needs no torch
+
     return {
         "argv": shlex.join([Path(sys.argv[0]).name, *published(sys.argv[1:])]),
         "commit": _commit(),

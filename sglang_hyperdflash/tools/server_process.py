@@ -22,6 +22,8 @@ from sglang_hyperdflash.tools.process_group import GroupGuard, signals_deferred
 # Below Linux's range for outgoing connections, which could take the port meanwhile.
 SERVER_PORTS = range(20000, 32000)
 API_KEY = "HYPERDFLASH_API_KEY"
+# Seconds between two words about a server that starts: on a terminal, in one line, and elsewhere.
+ON_TERMINAL, ELSEWHERE = 1.0, 15.0
 
 
 def free_port() -> int:
@@ -94,7 +96,7 @@ class Server(AbstractContextManager):
     ) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
+        self.log, self._begun = log, time.monotonic()
         self.command = [*launcher, "--model-path", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *map(str, args)]
         # No proxy for loopback, here and in the server's own warm-up.
@@ -123,8 +125,20 @@ class Server(AbstractContextManager):
                 raise
 
     def wait(self, timeout: float = 300.0) -> Self:
-        """Block until ``/health`` answers; raise ``ServerFailed`` with the log's end."""
-        deadline = time.monotonic() + timeout
+        """Block until ``/health`` answers; raise ``ServerFailed`` with the log's end.
+
+        If the log is a file, standard error says meanwhile what starts, and since when.
+        """
+        terminal = sys.stderr.isatty()
+        try:
+            return self._wait(timeout, terminal)
+        finally:
+            if terminal and self.log:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _wait(self, timeout: float, terminal: bool) -> Self:
+        deadline, said = time.monotonic() + timeout, self._begun
+        pause, begin, end = (ON_TERMINAL, "\r", "") if terminal else (ELSEWHERE, "", "\n")
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise ServerFailed(
@@ -133,6 +147,11 @@ class Server(AbstractContextManager):
             with suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return self
+            now = time.monotonic()
+            if self.log and now - said >= pause:
+                line = f"{begin}starting {self.log.stem} ... {now - self._begun:.0f} s"
+                print(line, end=end, file=sys.stderr, flush=True)
+                said = now
             time.sleep(0.5)
         self.stop()
         raise ServerFailed(f"server not ready after {timeout:.0f} s:\n{self.log_tail()}")

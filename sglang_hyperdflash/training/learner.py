@@ -20,7 +20,7 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, write_drafter
 from sglang_hyperdflash.training.judge import LEAST, Comparison, compare, is_better
 from sglang_hyperdflash.training.process_group import ProcessGroup
-from sglang_hyperdflash.training.recipe import Recipe
+from sglang_hyperdflash.training.recipe import Policy, Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import generator_seed
 from sglang_hyperdflash.training.store.stream import StreamReader
@@ -31,21 +31,6 @@ MEMORY = 500
 # Batches of samples that must be there before the first step.
 START = 4
 POLL = 2.0  # seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """What is drawn and when it is judged.
-
-    Attributes:
-        newest: samples of which half of a batch is drawn; the other half is of all older ones.
-        judges: held-out requests among the newest, and among older ones, that judge.
-        passes: times that a sample may be drawn, on average; then the learner waits for new ones.
-    """
-
-    newest: int = 2000
-    judges: int = 64
-    passes: int = 20
 
 
 def by_age(stream: StreamReader, chosen: torch.Tensor, newest: int) -> tuple[torch.Tensor, ...]:

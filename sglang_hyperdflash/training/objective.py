@@ -4,94 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Annotated, Literal
 
-import pydantic
 import torch
-from pydantic import Field
 
-from sglang_hyperdflash.draft.config import HyperDFlashConfig
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.fields import CLOSED
 from sglang_hyperdflash.training.anchors import anchor_positions, block_labels, sample_anchors
 from sglang_hyperdflash.training.losses import position_weights, row_losses
+from sglang_hyperdflash.training.recipe import Objective
 from sglang_hyperdflash.training.samples import Rows, States, Tensors
 from sglang_hyperdflash.training.vocabulary import vocabulary_logits
-
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-
-
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=CLOSED)
-class Objective:
-    """What a drafter learns; the predecessor of each draft is the data's own token.
-
-    ``ce_kl`` is the paper's eq. 2-3, ``acceptance`` DSpark's form, ``selector`` DFlash 2's. p is
-    the target's own distribution; the paper teaches with the mean of the paths instead, which
-    served alike (tau 2.60 against 2.61 over three trainings each).
-    ``candidates`` is needed because a server's candidates are the likeliest tokens of the draft
-    row's own logits u: a head trained from the start on ``s`` alone carries the drafts by itself,
-    and the right token is seldom among the candidates.
-    """
-
-    loss: Annotated[
-        Literal["ce_kl", "acceptance", "selector"] | None,
-        Field(
-            description="ce_kl: CE + alpha * T^2 / P * sum of KL(p_k || q_k) over k <= P; "
-            "acceptance: (1 - mix) * CE + mix * sum of |p - q| over all drafts; selector: CE and a "
-            "K-way CE over the candidates; none: acceptance with a dependency head, else ce_kl"
-        ),
-    ] = None
-    mix: Annotated[float, Field(ge=0, le=1, description="weight of the distance")] = 0.9
-    alpha: Annotated[float, Field(ge=0, description="weight of the KL term; 0 turns it off")] = 0.15
-    T: Annotated[Positive, Field(description="temperature of both distributions of the KL")] = 1.0
-    P: Annotated[Count, Field(description="drafted positions in the KL, from the first")] = 2
-    gamma: Annotated[
-        Positive,
-        Field(description="decay of the position weights exp(-(k-1) / gamma) of CE and distance"),
-    ] = 4.0
-    candidates: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="weight of the CE of the draft rows' own logits, which choose the "
-            "candidates of a dependency head; unused by selector, whose CE is that already",
-        ),
-    ] = 0.3
-    chunk: Annotated[
-        Count, Field(description="rows of logits in memory at once; changes nothing else")
-    ] = 2048
-
-    def resolved(self, config: HyperDFlashConfig) -> Objective:
-        """The objective of a drafter: its loss named, ``candidates`` 0 where it does not apply.
-
-        Raises:
-            HyperDFlashConfigError: the loss needs a dependency head that the drafter lacks.
-        """
-        loss = self.loss or ("acceptance" if config.dependency else "ce_kl")
-        if loss == "selector" and config.dependency is None:
-            raise HyperDFlashConfigError(
-                "[objective]: loss = selector needs a drafter with a dependency head. Make one "
-                "with `hyperdflash init --dependency-rank R`, or choose another loss."
-            )
-        chosen = config.dependency is not None and loss != "selector"
-        return dataclasses.replace(self, loss=loss, candidates=self.candidates if chosen else 0.0)
-
-    @property
-    def term(self) -> str:
-        """The second term's name in ``losses.TERMS`` and logs."""
-        return {"ce_kl": "kl", "acceptance": "tv", "selector": "selector"}[self.loss]
-
-    @property
-    def factors(self) -> tuple[float, float, float]:
-        """Of the CE, of the second term, and of the CE of u alone."""
-        second = {"ce_kl": self.alpha, "acceptance": self.mix, "selector": 0.0}[self.loss]
-        return 1.0 - self.mix if self.loss == "acceptance" else 1.0, second, self.candidates
-
-    @property
-    def taught(self) -> int | None:
-        """Drafts of a block that the target teaches, from the first; None for all."""
-        return {"ce_kl": self.P if self.alpha else 0, "acceptance": None, "selector": 0}[self.loss]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,16 +15,89 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from sglang_hyperdflash.targets.files import is_hub_id
+from sglang_hyperdflash.draft.config import HyperDFlashConfig
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.fields import CLOSED, checked
-from sglang_hyperdflash.training.objective import Count, Objective, Positive
 from sglang_hyperdflash.training.rows import HUB
 
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 # A run may be made longer and go on; all else of a stage must stay.
 LENGTHS = ("steps", "minutes", "epochs", "every", "keep")
+
+
+@dataclass(frozen=True, kw_only=True, config=CLOSED)
+class Objective:
+    """What a drafter learns; the predecessor of each draft is the data's own token.
+
+    ``ce_kl`` is the paper's eq. 2-3, ``acceptance`` DSpark's form, ``selector`` DFlash 2's. p is
+    the target's own distribution; the paper teaches with the mean of the paths instead, which
+    served alike (tau 2.60 against 2.61 over three trainings each).
+    ``candidates`` is needed because a server's candidates are the likeliest tokens of the draft
+    row's own logits u: a head trained from the start on ``s`` alone carries the drafts by itself,
+    and the right token is seldom among the candidates.
+    """
+
+    loss: Annotated[
+        Literal["ce_kl", "acceptance", "selector"] | None,
+        Field(
+            description="ce_kl: CE + alpha * T^2 / P * sum of KL(p_k || q_k) over k <= P; "
+            "acceptance: (1 - mix) * CE + mix * sum of |p - q| over all drafts; selector: CE and a "
+            "K-way CE over the candidates; none: acceptance with a dependency head, else ce_kl"
+        ),
+    ] = None
+    mix: Annotated[float, Field(ge=0, le=1, description="weight of the distance")] = 0.9
+    alpha: Annotated[float, Field(ge=0, description="weight of the KL term; 0 turns it off")] = 0.15
+    T: Annotated[Positive, Field(description="temperature of both distributions of the KL")] = 1.0
+    P: Annotated[Count, Field(description="drafted positions in the KL, from the first")] = 2
+    gamma: Annotated[
+        Positive,
+        Field(description="decay of the position weights exp(-(k-1) / gamma) of CE and distance"),
+    ] = 4.0
+    candidates: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="weight of the CE of the draft rows' own logits, which choose the "
+            "candidates of a dependency head; unused by selector, whose CE is that already",
+        ),
+    ] = 0.3
+    chunk: Annotated[
+        Count, Field(description="rows of logits in memory at once; changes nothing else")
+    ] = 2048
+
+    def resolved(self, config: HyperDFlashConfig) -> Objective:
+        """The objective of a drafter: its loss named, ``candidates`` 0 where it does not apply.
+
+        Raises:
+            HyperDFlashConfigError: the loss needs a dependency head that the drafter lacks.
+        """
+        loss = self.loss or ("acceptance" if config.dependency else "ce_kl")
+        if loss == "selector" and config.dependency is None:
+            raise HyperDFlashConfigError(
+                "[objective]: loss = selector needs a drafter with a dependency head. Make one "
+                "with `hyperdflash init --dependency-rank R`, or choose another loss."
+            )
+        chosen = config.dependency is not None and loss != "selector"
+        return dataclasses.replace(self, loss=loss, candidates=self.candidates if chosen else 0.0)
+
+    @property
+    def term(self) -> str:
+        """The second term's name in ``losses.TERMS`` and logs."""
+        return {"ce_kl": "kl", "acceptance": "tv", "selector": "selector"}[self.loss]
+
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """Of the CE, of the second term, and of the CE of u alone."""
+        second = {"ce_kl": self.alpha, "acceptance": self.mix, "selector": 0.0}[self.loss]
+        return 1.0 - self.mix if self.loss == "acceptance" else 1.0, second, self.candidates
+
+    @property
+    def taught(self) -> int | None:
+        """Drafts of a block that the target teaches, from the first; None for all."""
+        return {"ce_kl": self.P if self.alpha else 0, "acceptance": None, "selector": 0}[self.loss]
 
 
 @dataclass(frozen=True, kw_only=True, config=CLOSED)
@@ -58,6 +131,21 @@ class Recipe(_Fields):
     """Hyperparameters of one stage; either ``steps`` or ``minutes`` is its length."""
 
     objective: Objective = dataclasses.field(default_factory=Objective)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What a learner draws and when that is judged.
+
+    Attributes:
+        newest: samples of which half of a batch is drawn; the other half is of all older ones.
+        judges: held-out requests among the newest, and among older ones, that judge.
+        passes: times that a sample may be drawn, on average; then the learner waits for new ones.
+    """
+
+    newest: int = 2000
+    judges: int = 64
+    passes: int = 20
 
 
 @dataclass(frozen=True, kw_only=True, config=CLOSED)
@@ -122,6 +210,8 @@ def read_schedule(path: Path) -> Schedule:
         FileNotFoundError: no such file. HyperDFlashConfigError: not TOML, or a field is missing,
             unknown, of another type or out of range.
     """
+    from sglang_hyperdflash.targets.files import is_hub_id  # late: it imports torch
+
     if not path.is_file():
         raise FileNotFoundError(f"--config {path} does not exist.")
     try:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from tests.conftest import EXAMPLE
 from tests.engine.conftest import FP32
 from tests.waiting import PATIENCE
 from tests.warm_start.client import ENVIRONMENT, finish, start
@@ -69,3 +70,22 @@ def test_a_damaged_drafter_through_a_real_server(tmp_path, target_dir, drafter_d
     with server, pytest.raises(ServerFailed):
         server.wait(PATIENCE)
     assert name in log.read_text(errors="replace")
+
+
+def test_a_refusal_at_launch_is_one_sentence(tmp_path, target_dir, drafter_dir):
+    """Other errors keep their traceback."""
+    ours = hyperdflash_arguments(drafter_dir)
+    for arguments, words, traceback in (
+        ((*ours, "--pp-size", "2"), "HYPERDFLASH does not support pp_size=2", False),
+        (hyperdflash_arguments(EXAMPLE / "dflash"), "DFlashDraftModel", False),
+        (("--tp-size", "2", "--dp-size", "3", "--enable-dp-attention"), "", True),
+    ):
+        log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
+        with (
+            Server(target_dir, *arguments, log=log, start=start) as server,
+            pytest.raises(ServerFailed),
+        ):
+            server.wait(PATIENCE)
+        said = log.read_text(errors="replace")
+        assert server.process.returncode not in (0, None)
+        assert words in said.splitlines()[-1] and ("Traceback" in said) is traceback, said

@@ -28,7 +28,7 @@ DRAFTER_FILES = ("config.json", "model.safetensors")
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-    *("-m", "sglang_hyperdflash.cli"),
+    *("-m", "sglang_hyperdflash"),
 )
 SCHEDULE = """
 target = "{target}"

@@ -1,8 +1,10 @@
 """What the plugin does to a process of SGLang on a CPU, told by that process."""
 
 import inspect
+import logging
 import pkgutil
 import sys
+from logging.handlers import MemoryHandler
 
 from tests.unit.cuda_start import resolved
 from tests.unit.other_process import answer, question
@@ -26,7 +28,8 @@ def main() -> None:
 
     from sglang_hyperdflash import plugin, seams
 
-    before = set(sys.modules)
+    before, logged = set(sys.modules), MemoryHandler(10_000, logging.CRITICAL)
+    logging.basicConfig(level=logging.INFO, handlers=[logged], force=True)
     load_plugins()
     early = [name for name in HEAVY if name in sys.modules and name not in before]
     for seam in plugin.SERVING_SEAMS:
@@ -53,6 +56,7 @@ def main() -> None:
     answer(
         {
             "early": early,
+            "logged": [record.getMessage() for record in logged.buffer],
             "stale": stale,
             "patched": sorted(seams.in_place & serving),
             "called": hook.__name__,

@@ -37,7 +37,7 @@ def server_parser() -> argparse.ArgumentParser:
 
 def module_parser(name: str) -> argparse.ArgumentParser | None:
     """The parser of ``python -m NAME``, if it is ours or SGLang's."""
-    known = {"sglang.launch_server": server_parser, "sglang_hyperdflash.cli": build_parser}
+    known = {"sglang.launch_server": server_parser, "sglang_hyperdflash": build_parser}
     known["eval"] = eval_parser
     if name.startswith("eval."):
         known[name] = importlib.import_module(name).parser

@@ -25,6 +25,7 @@ LAYERS = (
     (f"{PRODUCT}.commands",),
     (f"{PRODUCT}.cpu.registration",),
     (f"{PRODUCT}.cli", f"{PRODUCT}.plugin"),
+    (f"{PRODUCT}.__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {

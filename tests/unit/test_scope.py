@@ -1,6 +1,7 @@
 """What the plugin changes for servers of other algorithms: what ``plugin.load`` says, no more."""
 
 import os
+import sys
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from sglang.srt.arg_groups import resolution_hooks  # noqa: F401
 from sglang.srt.speculative import spec_registry  # noqa: F401
 
 from sglang_hyperdflash import plugin
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 ASKED = {"HYPERDFLASH_CPU": "1"}
@@ -41,3 +43,19 @@ def test_only_a_host_without_an_accelerator_changes_for_others_where_it_is_asked
         plugin.load()
         assert dict(os.environ) == before | added
     assert tuple(seams) == installed
+
+
+def test_only_our_refusals_are_printed_without_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(plugin.seams, "install", lambda seams: None)
+    with mock.patch.dict(os.environ):
+        plugin.load()
+    said = []
+    for error in (HyperDFlashConfigError("Use 1."), ValueError("other")):
+        try:
+            raise error
+        except ValueError as raised:
+            sys.excepthook(type(raised), raised, raised.__traceback__)
+        said.append(capsys.readouterr().err)
+    assert said[0].count("\n") == 1 and said[0].endswith("Use 1.\n")
+    assert "Traceback" in said[1] and "other" in said[1]

@@ -92,6 +92,11 @@ def test_hooks_wait_for_their_modules_and_are_there_when_names_are_read(loaded):
     assert loaded["models"] == list(MODELS)
 
 
+def test_hooks_add_nothing_to_a_server_s_log(loaded):
+    assert any("hyperdflash" in line for line in loaded["logged"]), "SGLang names its plugins"
+    assert not any(seam.dotted in line for line in loaded["logged"] for seam in plugin.ALL_SEAMS)
+
+
 def test_a_cpu_serves_the_tiny_target_in_fp32(loaded):
     reference = "torch_reference"
     assert loaded["resolved"] == {

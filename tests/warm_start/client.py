@@ -24,7 +24,7 @@ from multiprocessing import util
 # The last is every model that SGLang has.
 MODULES = ("sglang.srt.entrypoints.http_server", "sglang_hyperdflash.cpu.portable.mhc")
 MODULES += ("sglang.srt.model_executor.model_runner", "sglang.srt.models.registry")
-COMMAND = [sys.executable, "-m", "sglang_hyperdflash.cli"]
+COMMAND = [sys.executable, "-m", "sglang_hyperdflash"]
 STARTS = ([sys.executable, "-m", "sglang.launch_server"], COMMAND, [sys.executable, "-c"])
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # as servers of tests have
 FREE = ("HYPERDFLASH_", "TEST_", "PYTEST_", "PYTHONPATH", "NO_PROXY", "no_proxy", "V4_")

@@ -25,4 +25,13 @@ def draft_cell_size(original, kvc) -> int:
     section = getattr(draft.hf_config, "hyperdflash_config", None) or {}
     if section.get("window") is None:
         return cell
+    return windowed_cell_size(cell)
+
+
+def windowed_cell_size(cell: int) -> int:
+    """Bytes per target token of a windowed drafter's pool, a slot of which has ``cell`` bytes.
+
+    Raises:
+        HyperDFlashConfigError: the pool's ratio is no such number.
+    """
     return math.ceil((cell + INDEX_BYTES) * read_pool_ratio()) + INDEX_BYTES

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.config import check_fingerprint, load_config
 from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.files import TargetFacts
@@ -131,6 +132,24 @@ def test_the_sample_is_what_init_makes_for_v4_flash():
     made = draft_config(facts, None, shape_for(facts), raw["dflash_config"]["mask_token_id"])
     made["hyperdflash_config"]["target"]["hc_head_fingerprint"] = "0" * 16
     assert {k: v for k, v in raw.items() if k != "_note"} == made
+
+
+def test_a_dry_run_prints_the_shape_and_writes_nothing(tmp_path, capsys, refused, monkeypatch):
+    """From a config.json alone; K/V bytes are 5 layers of 8 heads of 128, twice, in bf16."""
+    monkeypatch.chdir(tmp_path)
+    target = ["--target", str(SAMPLE / "target")]
+    with torch.device("meta"):
+        sample = Drafter(raw_of(SAMPLE / "drafter"))
+    parameters = sum(parameter.numel() for parameter in sample.parameters())
+    for options, numbers in (
+        ([], [f"{parameters:,}", "5, 32 heads", "2048", "2,057"]),
+        (["--window", "none", "--reducer", "fc"], ["20,480"]),
+    ):
+        assert main(["init", *target, "--dry-run", *options]) == 0
+        said = capsys.readouterr().out
+        assert all(number in said for number in numbers), said
+    assert list(tmp_path.iterdir()) == []
+    assert "--out" in refused("init", *target)
 
 
 def test_a_full_disk_is_one_line_with_the_path(tmp_path, target_dir, refused):

@@ -1,10 +1,13 @@
 """``hyperdflash plan``'s own part; the sizing itself is in ``test_deepseek_v4.py``."""
 
 import json
+import logging
+import warnings
 from pathlib import Path
 
 import pytest
 
+from sglang_hyperdflash.commands import plan
 from sglang_hyperdflash.serving import settings
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import DrafterShape
@@ -25,7 +28,8 @@ def planned(folder: Path, shape: dict, *options: str) -> list[dict]:
     command = ["plan", "--target", target, "--draft", draft, "--gpu-gib", 141, "--weights-gib", 40]
     ended = run_command(*command, "--json", *options, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return json.loads(ended.stdout[ended.stdout.index("[\n") :])
+    assert ended.stderr == ""
+    return json.loads(ended.stdout)
 
 
 def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
@@ -73,6 +77,17 @@ def test_the_shipped_sample_is_planned_as_the_pages_print_it():
     assert ended.returncode == 0, ended.stderr[-3000:]
     (shown,) = [fence.text for fence in fences(page) if fence.mark == "output of hyperdflash plan"]
     assert shown in ended.stdout, ended.stdout
+
+
+def test_logs_are_shown_only_if_sizing_fails(capfd):
+    with plan.logs_held_back():
+        logging.getLogger("sglang").warning("all is well")
+    with pytest.raises(ValueError), plan.logs_held_back():
+        logging.getLogger("sglang").warning("the pool is small")
+        warnings.warn("old", RuntimeWarning, stacklevel=1)
+        raise ValueError
+    said = capfd.readouterr().err
+    assert "the pool is small" in said and "old" in said and "well" not in said
 
 
 def test_a_wrong_pool_ratio_is_refused(monkeypatch):

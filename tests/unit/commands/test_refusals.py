@@ -171,6 +171,11 @@ def test_a_refusal(folder, refused, case, files, named):
     assert contents(folder) == before
 
 
+def test_a_server_that_is_not_there_is_one_short_line(folder, refused):
+    assert "http://127.0.0.1:9 " in (said := refused(*line_of("regenerate")))
+    assert "Connection" not in said and "Retries" not in said
+
+
 def test_tensorboard_that_is_not_there(folder, refused, monkeypatch):
     monkeypatch.setattr("sglang_hyperdflash.training.monitor.find_spec", lambda _name: None)
     assert "tensorboard" in refused(*line_of("train"))

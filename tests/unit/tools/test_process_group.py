@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_hyperdflash.tools import server_process
 from sglang_hyperdflash.tools.errors import ServerFailed
 from sglang_hyperdflash.tools.server_process import Server
 from tests.conftest import ROOT
@@ -140,6 +141,23 @@ def test_a_proxy_is_not_asked_for_loopback(tmp_path, monkeypatch):
     with Server("any", log=tmp_path / "log", launcher=launcher) as server:
         server.wait(PATIENCE)
     assert os.environ["no_proxy"] == "example.org,127.0.0.1,localhost"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_wait_says_what_starts(tmp_path, monkeypatch, capsys, terminal):
+    """Every time it looks, here; the server is not ready when it is asked first."""
+    for name in ("ON_TERMINAL", "ELSEWHERE"):
+        monkeypatch.setattr(server_process, name, 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    late = HEALTHY.replace("200", "answers.pop()").replace(
+        "class", "answers = [200, 503]\nclass", 1
+    )
+    launcher = (sys.executable, "-c", late)
+    with Server("any", log=tmp_path / "target.log", launcher=launcher) as server:
+        server.wait(PATIENCE)
+    said = capsys.readouterr().err
+    assert "starting target ... " in said
+    assert "\n" not in said if terminal else said.endswith(" s\n") and "\r" not in said
 
 
 def test_a_later_server_leaves_the_earlier_one_s_log(tmp_path):

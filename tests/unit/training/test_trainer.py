@@ -345,7 +345,7 @@ def test_a_kill_between_files_of_a_checkpoint_loses_neither(target, cache, tmp_p
 def test_two_processes_follow_the_loss_of_one(target_dir, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    torchrun += ["-m", "sglang_hyperdflash.cli"]
+    torchrun += ["-m", "sglang_hyperdflash"]
     losses = []
     for name in ("one", "two"):
         folder = tmp_path / name

@@ -23,7 +23,6 @@ from sglang_hyperdflash.commands import demo_page as page
 from sglang_hyperdflash.commands.demo_page import BASELINE, CONTROL, DRAFTED, NOISE, OTHER
 from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms
 from sglang_hyperdflash.tools.atomic import write_json
-from sglang_hyperdflash.tools.command_line import COUNT
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, lock
@@ -37,18 +36,6 @@ OTHER_TEXT = (
     "A farmer fills 12 boxes with 8 apples each. At the market he sells 45 of the apples. He gives "
     "the rest to his 3 neighbours in equal parts. How many apples does each neighbour receive?"
 )
-
-
-def add_parser(commands) -> None:
-    """Register ``demo`` and its arguments."""
-    text = "Compare HYPERDFLASH with the baseline on the tiny DeepSeek-V4, which a clone includes."
-    parser = commands.add_parser("demo", help="serve and compare the example", description=text)
-    parser.add_argument("--out", type=Path, default=Path("build/demo.json"), help="report")
-    text = "your own prompt instead of the example's; may be repeated"
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
-    parser.add_argument("--rounds", type=COUNT, default=3, help="answers to each prompt")
-    parser.add_argument("--max-new-tokens", type=COUNT, default=128, help="tokens of an answer")
-    parser.set_defaults(run=run)
 
 
 def find_example() -> Path:

@@ -47,9 +47,13 @@ def check(commands) -> None:
 
 def demo(commands) -> None:
     """Add ``demo`` and its options."""
-    from sglang_hyperdflash.commands.demo import add_parser
-
-    add_parser(commands)
+    text = "Compare HYPERDFLASH with the baseline on the tiny DeepSeek-V4, which a clone includes."
+    add = commands.add_parser("demo", description=text).add_argument
+    add("--out", type=Path, default=Path("build/demo.json"), help="report")
+    text = "your own prompt instead of the example's; may be repeated"
+    add("--prompt", action="append", metavar="TEXT", help=text)
+    add("--rounds", type=COUNT, default=3, help="answers to each prompt")
+    add("--max-new-tokens", type=COUNT, default=128, help="tokens of an answer")
 
 
 def size(text: str) -> int:

@@ -84,6 +84,7 @@ VARIANTS = {
     ),
     # Of the layers that SGLang chooses.
     "dflash": Variant((LAYERS, "1", "3", "5", *NO_HEAD), algorithm="DFLASH"),
+    "dflash, dependency head": Variant((LAYERS, "1", "3", "5", *HEAD)),
     "hyperdflash, argmax drafts": Variant(of="hyperdflash", draft_temperature="0"),
     "hyperdflash2, argmax drafts": Variant(of="hyperdflash2", draft_temperature="0"),
 }

@@ -108,7 +108,7 @@ def accepted(seeds: list[dict[str, Any]], nats: dict[str, dict[str, float]]) -> 
         "",
     ]
     totals = {name: {t: tokens_per_round(seeds, name, t, *sets) for t in nats} for name in names}
-    for reference in ("hyperdflash", "hyperdflash, argmax drafts", "hyperdflash2"):
+    for reference in ("dflash", "dflash, dependency head", "hyperdflash", "hyperdflash2"):
         if reference in names:
             rows = [
                 [name, *map(rate, total.values())]

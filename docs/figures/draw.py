@@ -96,30 +96,20 @@ def over_dflash(content: Row) -> dict[str, list[list[float]]]:
 
 def numbers() -> dict[str, Any]:
     """Return what each figure and README's table show, from committed results."""
-    tiny, servers = read("tiny/results"), list(read("paired_speed/results")["seeds"].values())
+    tiny = read("tiny/results")
     settings = [(known, temperature) for known in (True, False) for temperature in (0, 1)]
     taus = {m: [pooled(tiny, m, *s, "tau") for s in settings] for m in METHODS}
     shares = {m: pooled(tiny, m, True, 0, "position_acceptance") for m in METHODS}
     shown = {"taus": taus, "shares": shares, "ratios": over_dflash(read("three_seeds/results"))}
-
-    def speedup(name: str, t: str) -> str:
-        pair = (study.tokens_per_second(servers, n, t) for n in (name, study.BASELINE))
-        return study.ratio(*pair, every_seed=False)
-
-    speedups = {name: [speedup(name, t) for t in "01"] for name in (*OURS.values(), study.NOISE)}
-    return {"table": (taus, speedups), "results": shown, "learning": read("learning/result")}
+    return {"results": shown, "learning": read("learning/result")}
 
 
 def with_table(readme: str, data: Row) -> str:
     """Return README's text with its table of results rewritten, one line per method."""
-    (start, rest), (taus, speedups) = readme.split(TABLE_BEGIN), data["table"]
+    start, rest = readme.split(TABLE_BEGIN)
     head = ["method", *(f"τ {where}, T={t}" for where in ("in", "out") for t in (0, 1))]
-    head, rows = [*head, "speedup, T=0", "speedup, T=1"], []
-    for method, (label, *_) in METHODS.items():
-        cells = [f"**{label}**" if method in OURS else label]
-        cells += [f"{value:.2f}" for value in taus[method]]
-        rows.append([*cells, *speedups.get(OURS.get(method), ["", ""])])
-    rows.append(["baseline, second server", *["1"] * 4, *speedups[study.NOISE]])
+    taus = data["results"]["taus"]
+    rows = [[METHODS[m][0], *(f"{value:.2f}" for value in taus[m])] for m in METHODS]
     table = "\n".join(study.table(head, rows))
     return start + TABLE_BEGIN + table + "\n" + TABLE_END + rest.split(TABLE_END)[1]
 

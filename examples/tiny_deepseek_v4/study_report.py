@@ -39,11 +39,10 @@ def ratios(method: Fractions, reference: Fractions) -> tuple[np.ndarray, float, 
     return rates(method, prompts) / rates(reference, prompts), low, high
 
 
-def ratio(method: Fractions, reference: Fractions, every_seed: bool = True) -> str:
+def ratio(method: Fractions, reference: Fractions) -> str:
     """Return the mean of ``ratios`` with its interval, and each seed's where there are several."""
     seeds, low, high = ratios(method, reference)
-    several = every_seed and len(seeds) > 1
-    by_seed = f"; {', '.join(f'{value:.2f}' for value in seeds)}" if several else ""
+    by_seed = f"; {', '.join(f'{value:.2f}' for value in seeds)}" if len(seeds) > 1 else ""
     return f"{seeds.mean():.2f}x ({low:.2f} to {high:.2f}{by_seed})"
 
 

@@ -12,6 +12,7 @@ import torch
 
 from sglang_hyperdflash import SGLANG_VERSION, __version__, seams
 from sglang_hyperdflash.tools.errors import HyperDFlashError, SeamError
+from sglang_hyperdflash.tools.process_group import sigint_exits
 from sglang_hyperdflash.tools.server_process import API_KEY
 
 
@@ -31,19 +32,19 @@ def hooks() -> str:
     """
     from sglang.srt.plugins import load_plugins
 
-    pinned = True
-    try:
-        seams.check_version()
-    except SeamError:
-        pinned = False
-        logging.disable(logging.ERROR)  # the loader logs the same error, with a traceback
-    load_plugins()
-    by_target = {seam.target: seams.difference(seam) for seam in seams.recorded}
+    with sigint_exits("hyperdflash check: interrupted"):
+        declared = seams.recorded
+        try:
+            seams.check_version()
+            load_plugins()
+        except SeamError:
+            from sglang_hyperdflash.plugin import ALL_SEAMS as declared
+        by_target = {seam.target: seams.difference(seam) for seam in declared}
     wrong = [f"\n  {target} {text}" for target, text in by_target.items() if text]
     if wrong:
         count = f"{len(wrong)} of {len(by_target)}"
         raise SeamError(f"{count} hooked functions of SGLang differ:{''.join(wrong)}")
-    if pinned or not by_target:
+    if declared is seams.recorded:
         seams.check_installed()
     return f"{len(by_target)} hooks, each on the function that it was written for"
 

@@ -26,6 +26,7 @@ from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, lock
+from sglang_hyperdflash.tools.process_group import sigint_exits
 from sglang_hyperdflash.tools.server_process import Server, comparable_arguments
 
 Answers = dict[str, list[Any]]  # ``eval.client.Answer`` objects of every round, by name
@@ -74,11 +75,13 @@ def run(args: argparse.Namespace) -> int:
     entries: list[dict[str, Any]] = []
     with ExitStack() as stack:
         stack.enter_context(lock(logs, "hyperdflash demo"))  # a second demo would mix both
-        print(page.HEAD.format(out=args.out, logs=logs), flush=True)
+        page.print_head(args.out, logs, own=not args.prompt)
         # After the head: these import torch, which takes seconds.
-        from eval.client import Sampling
-        from eval.identity import data_type, judged
-        from sglang_hyperdflash.tools.provenance import provenance
+        with sigint_exits("hyperdflash demo: interrupted"):
+            import sglang_hyperdflash.training.local_target  # noqa: F401  for ``rounds_of``
+            from eval.client import Sampling
+            from eval.identity import data_type, judged
+            from sglang_hyperdflash.tools.provenance import provenance
 
         load = {"load_average": os.getloadavg()[0], "cores": len(os.sched_getaffinity(0))}
         print(page.MACHINE.format_map(facts := provenance() | load))
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.out, result | {"prompts": entries}, indent=1)
     page.print_rounds(entries[0]["turns"][0], rounds)
     page.print_summary(result, entries)
-    print(page.TAIL.format(out=args.out, logs=logs))
+    page.print_tail(args.out, logs)
     return 1 if result["faults"] else 0
 
 

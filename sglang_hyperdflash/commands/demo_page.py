@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 # Who answers, by the names of ``eval.methods`` where it has one.
@@ -13,10 +14,12 @@ LABELS = {
     CONTROL: "random drafter (control)",
 }
 OTHER = "other text"
+PROMPTS = "held-out problems of the kinds that target and drafter were trained on; one other text"
+YOURS = "yours; the target knows 21 kinds of small problems, and answers others with nonsense"
 HEAD = """\
 HyperDFlash on a DeepSeek-V4 of 6.5M parameters that this project trained, served by SGLang
   compared  greedy answers with and without HyperDFlash-2, token by token; whole requests, in turns
-  prompts   held-out problems of the kinds that target and drafter were trained on; one other text
+  prompts   {prompts}
   tau       accept length: tokens for each pass of the target. The baseline has 1, and 7 is the
             most: six accepted drafts and the bonus token, which is the target's own.
   control   the same drafter with random weights: the same answers, a tau of about 1, slower
@@ -30,10 +33,23 @@ ROUNDS = 16  # of an answer, to print
 STYLES = {"accepted": "32", "bonus": "1", "rejected": "31;9"}  # green, bold, red struck through
 TAIL = """
 report  {out} (all token ids and texts, to compare yourself); logs {logs}
-next    ask it yourself:  .venv/bin/hyperdflash demo --prompt "Add 12 and 30."
-        serve it:         HYPERDFLASH_CPU=1 .venv/bin/python -m sglang.launch_server ... (README.md)
-        see one learn:    make learn-demo
+next    ask it yourself:  {command} demo --prompt "Add 12 and 30."
+        serve it:         HYPERDFLASH_CPU=1 {python} -m sglang.launch_server ... (README.md)
+        see one learn:    make learn-demo (in a clone)
         train one:        docs/training.md"""
+
+
+def print_head(out: Path, logs: Path, own: bool) -> None:
+    """Print what is compared; ``own``: the demo's own prompts."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
+    print(HEAD.format(prompts=PROMPTS if own else YOURS, out=out, logs=logs), flush=True)
+
+
+def print_tail(out: Path, logs: Path) -> None:
+    """Print where the report is and what to do next, as this command was called."""
+    names = {"command": sys.argv[0], "python": sys.executable}
+    names = {name: os.path.relpath(path) for name, path in names.items()}
+    print(TAIL.format(out=out, logs=logs, **names))
 
 
 def one_line(text: str, width: int, *, end: bool = False) -> str:
@@ -65,7 +81,8 @@ def print_entry(number: int, entry: dict[str, Any]) -> None:
 def print_rounds(question: str, rounds: list[dict[str, str]]) -> None:
     """Print an answer's first rounds: accepted drafts, the bonus token, rejected drafts."""
     print(f"\nThe first rounds of the answer to {one_line(question, 60)!r}, spaces as dots:")
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    coloured = sys.stdout.isatty() and not plain
     print(f"  {'round':7} {'[accepted drafts] bonus token':43} rejected drafts")
     for number, texts in enumerate(rounds[:ROUNDS]):
         parts = {name: repr(text)[1:-1].replace(" ", "·") for name, text in texts.items()}

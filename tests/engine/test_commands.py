@@ -60,7 +60,7 @@ def test_the_whole_demo(tmp_path, capsys):
     assert taus[2] > report["prompts"][-1]["servers"]["hyperdflash2"]["tau"] > 1
     first = report["prompts"][0]["servers"]["hyperdflash2"]["answers"][0]["texts"][0]
     drafted = "".join(each["accepted"] + each["bonus"] for each in report["rounds"])
-    assert drafted.startswith(first) and "[" in capsys.readouterr().out
+    assert drafted.startswith(first)
 
 
 @pair

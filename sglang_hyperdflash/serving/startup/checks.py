@@ -55,8 +55,8 @@ UNSUPPORTED = {
     "enable_return_hidden_states": _STATES,
     "return_hidden_states_mode": _STATES,
     "use_ray": "Ray actors load no plugins; drop the flag",
-    "grammar_backend": "SGLang can neither check a block of drafts with it nor undo a rejected "
-    "draft; use --grammar-backend xgrammar or llguidance",
+    "grammar_backend": "outlines: SGLang can neither check a block of drafts with it nor undo a "
+    "rejected draft; use --grammar-backend xgrammar or llguidance",
     "enable_pdmux": "its split prefills bypass the speculative worker; drop the flag",
     "smg_grpc_mode": "its server does not refuse requests that end a scheduler; use HTTP",
     "json_model_override_args": _CONFIG,

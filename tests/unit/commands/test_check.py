@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from sglang_hyperdflash import cli, seams
+from sglang_hyperdflash import cli, plugin, seams
 from sglang_hyperdflash.commands import check
 from tests.waiting import PATIENCE
 from tests.warm_start.client import run_command
@@ -60,18 +60,17 @@ def test_what_fails_is_named_and_the_rest_still_looked_at(another, monkeypatch, 
 
 
 def test_of_another_sglang_the_changed_functions_are_named(another, monkeypatch, capsys):
-    monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
     monkeypatch.setattr(check, "CHECKS", {"hooks": check.hooks})
     kept, changed, gone = (
         f"tests.unit.commands.test_check:{name}" for name in ("one", "two", "no")
     )
     source = seams.source_hash(one)
     made = [seams.Seam(target, "after", one, source) for target in (kept, changed, gone)]
-    monkeypatch.setattr(seams, "recorded", made)
+    monkeypatch.setattr(plugin, "ALL_SEAMS", made)
     assert cli.main(["check"]) == 2
     said = capsys.readouterr().out
     assert "2 of 3" in said and changed in said and gone in said and kept not in said
-    monkeypatch.setattr(seams, "recorded", made[:1])
+    monkeypatch.setattr(plugin, "ALL_SEAMS", made[:1])
     assert cli.main(["check"]) == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import pkgutil
 import warnings
 from collections.abc import Callable
 
@@ -38,7 +39,8 @@ def hooks() -> str:
             seams.check_version()
             load_plugins()
         except SeamError:
-            from sglang_hyperdflash.plugin import ALL_SEAMS as declared
+            # Declared above the commands, which its hooks are made of.
+            declared = pkgutil.resolve_name("sglang_hyperdflash.plugin:ALL_SEAMS")
         by_target = {seam.target: seams.difference(seam) for seam in declared}
     wrong = [f"\n  {target} {text}" for target, text in by_target.items() if text]
     if wrong:

@@ -33,7 +33,6 @@ print("SAID", json.dumps(said))
 """
 # What SGLang's own resolution of arguments refuses, and what the refusal names.
 REFUSED = {
-    "tokenizer_worker_num": ("--tokenizer-worker-num", "2"),
     "smg_grpc_mode": ("--grpc-mode",),
     "block size": ("--speculative-num-draft-tokens", "16"),
     "distribution": ("--speculative-accept-threshold-single", "0.5"),

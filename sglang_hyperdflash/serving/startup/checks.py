@@ -39,7 +39,6 @@ _CONFIG = "the drafter would be built from other values than are checked; edit c
 # Field -> why its values are refused and what to do. What SGLang itself refuses of every algorithm
 # but its own (LMCache, its own block verification) is not repeated.
 UNSUPPORTED = {
-    "tokenizer_worker_num": "extra tokenizer workers load no plugins; use 1",
     "enable_lora": _LORA,
     "lora_paths": _LORA,
     "enable_hisparse": "its commit step exists for EAGLE only; drop the flag",
@@ -66,7 +65,6 @@ UNSUPPORTED = {
 }
 # Values of these fields that are served; of all others, those that mean no.
 SERVED = {
-    "tokenizer_worker_num": (None, 1),
     "pp_size": (1,),
     "speculative_accept_threshold_single": (None, 1),
     "speculative_accept_threshold_acc": (None, 1),
@@ -75,6 +73,8 @@ SERVED = {
 }
 # ``DFlashWorkerV2._maybe_merge_trained_mask_embedding`` copies it into the target.
 MASK_EMBEDDING = "mask_embedding.pt"
+# A drafter's folder in its target's.
+BUNDLED = "hyperdflash"
 
 
 def _refused(name: str, value: Any) -> bool:
@@ -99,6 +99,8 @@ def validate_server_args(server_args) -> None:
             f"{ALGORITHM} does not support SGLANG_RUST_SERVER=1: its server does not refuse "
             "requests that end a scheduler, and counts no drafts. Unset the variable."
         )
+    if not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():  # of several tokenizer workers
+        envs.SGLANG_HTTP_SERVER_APP_PATH.set("sglang_hyperdflash.serving.http_app:app")
     for name, reason in UNSUPPORTED.items():
         value = getattr(server_args, name)
         if _refused(name, value):
@@ -116,6 +118,13 @@ def validate_server_args(server_args) -> None:
     settings = read_settings(config.block_size, config.causal)
     check_operator_names()
     check_recording(settings.recording, server_args, config.source)
+    exact = settings.recording or server_args.enable_deterministic_inference
+    if exact and envs.SGLANG_SIMULATE_ACC_LEN.get() > 0:
+        raise HyperDFlashConfigError(
+            f"SGLANG_SIMULATE_ACC_LEN makes answers up, which {ALGORITHM} neither records nor "
+            "calls deterministic. Unset it, or HYPERDFLASH_RECORD, or drop "
+            "--enable-deterministic-inference."
+        )
     target = get_config(
         server_args.model_path,
         trust_remote_code=server_args.trust_remote_code,
@@ -165,10 +174,13 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
     """Read the draft's config from its folder or hub id; no remote code, safetensors only."""
     path = server_args.speculative_draft_model_path
     if not path:
-        raise HyperDFlashConfigError(
-            f"{ALGORITHM} needs --speculative-draft-model-path: a folder or hub id of a "
-            "HyperDFlash draft checkpoint."
-        )
+        path = bundled_draft(server_args.model_path, server_args.revision)
+        if path is None:
+            raise HyperDFlashConfigError(
+                f"{ALGORITHM} needs --speculative-draft-model-path: a folder or hub id of a "
+                f"HyperDFlash draft checkpoint. The target has no folder {BUNDLED}/ with one."
+            )
+        server_args.speculative_draft_model_path = path
     folder = Path(path)
     if folder.is_absolute() or folder.exists() or path.startswith("."):
         load_config(folder)  # names what is wrong with the file; transformers does not
@@ -183,6 +195,25 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
         reason = " ".join(str(error).split())  # the hub's own has several lines
         raise HyperDFlashConfigError(f"cannot read the draft config of {path}: {reason}") from error
     return parse_config(config.to_dict())
+
+
+def bundled_draft(model_path: str, revision: str | None) -> str | None:
+    """The drafter in the target's own folder or repository, as SGLang's DSPARK looks for its own.
+
+    Source: ``speculative_hook._target_checkpoint_dspark_subfolder``.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        wanted = {"revision": revision, "allow_patterns": f"{BUNDLED}/*"}
+        try:
+            folder = Path(snapshot_download(model_path, **wanted))
+        except (OSError, HfHubHTTPError, HFValidationError):  # no such repository, or no network
+            return None
+    draft = folder / BUNDLED
+    return str(draft) if (draft / "config.json").is_file() else None
 
 
 def check_ranks(server_args, draft: Mapping[str, Any]) -> None:

@@ -6,16 +6,19 @@ custom processors. The grammar's mask is written first here: what is impossible 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_utils import apply_dflash_simulated_acceptance
 from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
@@ -35,6 +38,8 @@ from sglang_hyperdflash.serving.verification.exact import (
     weights_of,
 )
 from sglang_hyperdflash.serving.verification.grammar import block_mask
+
+logger = logging.getLogger(__name__)
 
 
 def renorm_kernels() -> tuple | None:
@@ -58,6 +63,10 @@ class Verifier:
     def __init__(self, runners: Runners) -> None:
         self.runners, self.vocabulary = runners, runners.vocabulary
         self.renorm = renorm_kernels()
+        # Tokens of a round, for timing without a trained drafter: what is drafted does not matter.
+        self.simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
+        if self.simulated > 0:
+            logger.warning("HYPERDFLASH: SGLANG_SIMULATE_ACC_LEN is set: all answers are made up")
 
     def forward(self, batch: Any, block: Block) -> Any:
         """The target's pass over the block; the batch's host lengths are left alone.
@@ -154,10 +163,26 @@ class Verifier:
         packed = verify_block(
             rows, block.tokens, block.positions, proposal, sampling, draws, self.vocabulary
         )
+        if self.simulated > 0:
+            self._simulate(unpack(packed, *block.tokens.shape), block, rows.tokens)
         site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         if requests.all_greedy:
             site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
         return unpack(self.runners.tp_sync.sync(site, packed), *block.tokens.shape)
+
+    def _simulate(self, committed: Committed, block: Block, row_tokens: torch.Tensor) -> None:
+        """Commit as many tokens as ``SGLANG_SIMULATE_ACC_LEN`` asks for, at most the width."""
+        apply_dflash_simulated_acceptance(
+            candidates=block.tokens,
+            target_predict=row_tokens.view(block.tokens.shape).clamp(max=self.vocabulary - 1),
+            accept_len=torch.empty_like(committed.accept_lens),
+            commit_lens=committed.accept_lens,
+            bonus=committed.next_anchors,
+            out_tokens=committed.tokens,
+            simulate_acc_len=self.simulated,
+            simulate_acc_method=envs.SGLANG_SIMULATE_ACC_METHOD.get(),
+            simulate_acc_token_mode=envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get(),
+        )
 
     def draw_prefill(
         self,

@@ -91,7 +91,6 @@ STARTS = {
     "unified": (option(enable_unified_memory=True), "SGLang's own algorithms"),
     "lmcache": (option(enable_lmcache=True), "does not yet support speculative decoding"),
     "block": (option(speculative_use_block_verification=True), "only supports EAGLE"),
-    "tokenizers": (option(tokenizer_worker_num=2), "tokenizer_worker_num"),
 }
 
 

@@ -90,6 +90,21 @@ def test_refused_flags_and_variables(arguments, monkeypatch, name, value, said):
     refused(arguments, said or name)
 
 
+def test_made_up_acceptance_is_refused_where_answers_must_be_real(arguments, monkeypatch):
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
+    checks.validate_server_args(arguments)
+    arguments.enable_deterministic_inference = True
+    refused(arguments, "SGLANG_SIMULATE_ACC_LEN")
+
+
+def test_a_drafter_in_its_targets_hub_repository(arguments, drafter_dir, tmp_path, monkeypatch):
+    hub_home(tmp_path, drafter_dir.parent, "owner/target")
+    use_hub_home(monkeypatch, tmp_path)
+    monkeypatch.setattr(checks, "BUNDLED", drafter_dir.name)
+    assert Path(checks.bundled_draft("owner/target", None)).resolve().name == drafter_dir.name
+    assert checks.bundled_draft("owner/none", None) is None
+
+
 def test_a_drafter_s_hub_id_is_read_from_the_cache(arguments, drafter_dir, tmp_path, monkeypatch):
     hub_home(tmp_path, drafter_dir, "owner/drafter")
     use_hub_home(monkeypatch, tmp_path)

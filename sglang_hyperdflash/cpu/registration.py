@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from sglang_hyperdflash.cpu.platform import (
     activation,
     dflash_seams,
@@ -29,6 +31,22 @@ def register() -> None:
     choices.add_deterministic_attention_backend_choices(backend)
     choices.add_radix_supported_deterministic_attention_backend_choices(backend)
     when_imported("sglang.srt.layers.attention.attention_registry", _register_attention)
+    when_imported(BATCHES, _no_pinned_memory)
+    when_imported(GATHERS, _copy_rows_with_torch)
+
+
+BATCHES = "sglang.srt.model_executor.forward_batch_info"
+GATHERS = "sglang.srt.layers.dp_attention"
+
+
+def _no_pinned_memory() -> None:
+    """Seam: ``forward_batch_info._is_cpu``, read where ranks share their numbers of tokens."""
+    sys.modules[BATCHES]._is_cpu = True
+
+
+def _copy_rows_with_torch() -> None:
+    """Seam: ``dp_attention.memcpy_func``, between a rank's rows and all ranks'."""
+    sys.modules[GATHERS].memcpy_func = sys.modules[GATHERS].memcpy_cpu
 
 
 def _register_attention() -> None:

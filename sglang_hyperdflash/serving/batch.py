@@ -145,12 +145,16 @@ class RequestState:
         runner: the target's ``ModelRunner``; its pools are made after the worker.
         random_seed: the same on every rank (``TpModelWorker.random_seed``; the arguments' own
             differs between nodes).
+
+    Attributes:
+        on_arrival: is told of a request's first pass in its row, and whether that is a prefill.
     """
 
     def __init__(self, runner: Any, random_seed: int, device: torch.device | str) -> None:
         self.runner, self.device, self.seeds = runner, device, Seeds(random_seed)
         self.current: BatchRequests | None = None
         self.history: Any = None  # the ``CopyHistory``, which is made with the pools
+        self.on_arrival: Callable[[Any, bool], None] | None = None
         self._places: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
     @cached_property
@@ -172,7 +176,10 @@ class RequestState:
             # node resumes a retracted one without a prefill, maybe in the row that it had.
             going_on = set(map(id, batch.decoding_reqs or ()))
             for req, place in zip(reqs, places, strict=True):
-                starts = place != self._places.get(req) or (prefill and id(req) not in going_on)
+                arrives = place != self._places.get(req)
+                starts = arrives or (prefill and id(req) not in going_on)
+                if arrives and self.on_arrival is not None:
+                    self.on_arrival(req, prefill)
                 if starts and penalised(req.sampling_params):
                     self.counts.reset(place[0], req.output_ids)
                 if starts and self.history is not None:

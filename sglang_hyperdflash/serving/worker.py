@@ -20,7 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, compute_position
-from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.speculative.base_spec_worker import HiCacheDraftPlan
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _DflashDraftSampler
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
@@ -37,7 +38,7 @@ from sglang_hyperdflash.serving.drafting.replace import read_drafter, rebuild
 from sglang_hyperdflash.serving.record.start import start_recording
 from sglang_hyperdflash.serving.runners import Runners, from_all_ranks
 from sglang_hyperdflash.serving.scheduler.metrics import Metrics
-from sglang_hyperdflash.serving.settings import FULL, WidthSetting, read_settings
+from sglang_hyperdflash.serving.settings import FULL, WIDTH, WidthSetting, read_settings
 from sglang_hyperdflash.serving.startup.operators import check_operators
 from sglang_hyperdflash.serving.startup.pair import check_pair, check_processors, log_ready
 from sglang_hyperdflash.serving.verification import prefill
@@ -47,6 +48,7 @@ from sglang_hyperdflash.serving.verification.rehearsal import verification_peak
 from sglang_hyperdflash.serving.verification.verifier import Verifier
 from sglang_hyperdflash.serving.width.lanes import Lanes
 from sglang_hyperdflash.serving.width.policy import WidthController
+from sglang_hyperdflash.serving.width.ranks import RanksPolicy
 from sglang_hyperdflash.serving.width.timing import time_rounds
 from sglang_hyperdflash.targets.shared_residual import SharedResidual
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -110,7 +112,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         settings.check_ranks_agree(from_all_ranks)
         self._overlap = not server_args.disable_overlap_schedule
         self._prefills_only = server_args.disaggregation_mode == "prefill"
-        self._width_1_allowed = not whole_blocks_only()
+        self._width_1_allowed, ranks = not whole_blocks_only(), get_parallel().attn_dp_enabled
         check_processors(self._width_1_allowed, server_args.enable_custom_logit_processor)
         # Without rounds of width 1 requests end early (``dflash_seams.end_requests_early``), or the
         # round that ends one, and the one in flight, would pass its context's end.
@@ -120,12 +122,21 @@ class HyperDFlashWorker(DFlashWorkerV2):
             runners, settings.pool_ratio
         )
         self.request_state = RequestState(runners.target, target_worker.random_seed, self.device)
+        if runners.window is not None:
+            self.request_state.on_arrival = self.draft_kv.arrive
         self.draft_step = DraftStep(runners, settings.draft_temperature)
         self.verifier = Verifier(runners)
         prefill.install(prefill.PrefillSampler(runners.target, self.request_state, self.verifier))
-        width = settings.width if self._width_1_allowed else WidthSetting(FULL, (self.block,))
-        alone = get_parallel().tp_size == 1
-        self.width_control = WidthController(width, self.block, alone, UNKNOWN + 1)
+        width = settings.width
+        if get_exec().overlap.enable_two_batch_overlap:
+            if width.mode == FULL and width.widths != (self.block,):
+                raise HyperDFlashConfigError(
+                    f"{WIDTH}={width.widths[0]} does not work with --enable-two-batch-overlap, "
+                    f"where rounds verify {self.block} rows. Unset it, or drop the flag."
+                )
+            width = WidthSetting(FULL, (self.block,))
+        alone, policy = get_parallel().tp_size == 1, RanksPolicy if ranks else None
+        self.width_control = WidthController(width, self.block, alone, UNKNOWN + 1, policy)
         self._copy_length = 0 if self._prefills_only else settings.copy_length
         # The kind of match of each request in the rounds that the host has read.
         self._kinds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -169,10 +180,23 @@ class HyperDFlashWorker(DFlashWorkerV2):
         """One round, or a prefill; seam: ``DFlashWorkerV2.forward_batch_generation``."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self.prefill(batch, on_publish, grammar_barrier, pp_proxy_tensors)
-        if batch.forward_mode.is_idle():  # a rank of attention data parallelism without requests
-            self.request_state.current = None
-            return super().forward_batch_generation(batch, on_publish, grammar_barrier)
+        if batch.forward_mode.is_idle():
+            return self._idle(batch, on_publish, grammar_barrier)
         return self.decode(batch, on_publish, grammar_barrier)
+
+    def _idle(self, batch, on_publish, barrier) -> GenerationBatchResult:
+        """A round of a rank of attention data parallelism without requests, as wide as the others'.
+
+        Seam: ``DFlashWorkerV2.block_size``, the rows of its idle verification.
+        """
+        self.request_state.current = None
+        width = self.width_control.next()
+        self.lanes.activate(width)
+        self.block_size = width
+        try:
+            return super().forward_batch_generation(batch, on_publish, barrier)
+        finally:
+            self.block_size = self.block
 
     def decode(self, batch, on_publish, barrier) -> GenerationBatchResult:
         """One round: draft, verify, commit.
@@ -248,8 +272,10 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
     def _choose_width(self, requests: BatchRequests, classes: list[int]) -> int:
         """The width of the round that starts: 1 where nothing may be drafted."""
-        width, counts = self.block, [classes.count(number) for number in range(CLASSES)]
-        if self._width_1_allowed:
+        counts = [classes.count(number) for number in range(CLASSES)]
+        if not self._width_1_allowed:
+            width = self.width_control.next(*counts)
+        else:
             context_length = self.runners.target.model_config.context_len
             committed_lens = (req.kv.kv_committed_len for req in requests.reqs)
             in_flight = self._last_width if self._overlap else 0
@@ -389,6 +415,15 @@ class HyperDFlashWorker(DFlashWorkerV2):
         )
         return result
 
+    @property
+    def primary_draft_kv_pool(self) -> None:
+        """Nothing that another node could fill: a window's slots are not the target's."""
+
+    def _build_hicache_draft_plan(self) -> HiCacheDraftPlan:
+        """As SGLang's for K/V in the target's slots; a window stays on the device."""
+        plan = super()._build_hicache_draft_plan()
+        return plan if self.runners.window is None else HiCacheDraftPlan()
+
     # The start: overrides of ``DFlashWorkerV2``, in the order in which SGLang calls them.
 
     def alloc_memory_pool(
@@ -479,8 +514,6 @@ class HyperDFlashWorker(DFlashWorkerV2):
 def whole_blocks_only() -> bool:
     """Whether ranks run different rounds, or one attention backend must stay.
 
-    Two-batch overlap wraps the target's; a node that changes its role has no others' graphs, and
-    slots that another node fills.
+    Two-batch overlap wraps the target's.
     """
-    wrapped = get_exec().overlap.enable_two_batch_overlap
-    return bool(get_parallel().attn_dp_enabled or wrapped or get_disagg().enable_pd_role_switch)
+    return bool(get_parallel().attn_dp_enabled or get_exec().overlap.enable_two_batch_overlap)

@@ -52,22 +52,18 @@ def pass_admission_v41(original, server_args):
     """Validate V4.1 without the algorithm: SGLang admits only DSPARK.
 
     Raises:
-        HyperDFlashConfigError: prefix replay or PD disaggregation is on for V4.1.
+        HyperDFlashConfigError: prefix replay is on for V4.1.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     resolved = resolving_view(server_args)
     v41 = model_config_of(server_args).hf_config.model_type == "deepseek_v41"
-    if v41 and is_ours(resolved.speculative_algorithm):
-        for name, enabled in (
-            ("enable_encoder_swa_bounded_replay", resolved.enable_encoder_swa_bounded_replay),
-            ("disaggregation_mode", resolved.disaggregation_mode not in (None, "null")),
-        ):
-            if enabled:
-                raise HyperDFlashConfigError(
-                    f"{ALGORITHM} does not support {name} on DeepSeek-V4.1: prefill rows that a "
-                    "replay or another node computed never reach the drafter; drop the flag."
-                )
+    replays = v41 and resolved.enable_encoder_swa_bounded_replay
+    if replays and is_ours(resolved.speculative_algorithm):
+        raise HyperDFlashConfigError(
+            f"{ALGORITHM} does not support enable_encoder_swa_bounded_replay on DeepSeek-V4.1: "
+            "prefill rows that a replay computed never reach the drafter; drop the flag."
+        )
     return resolve_as(original, None, server_args)
 
 

@@ -4,8 +4,10 @@ Not in CI: it needs Mooncake's CPU build and libibverbs (``make pd-test``).
 """
 
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -14,20 +16,22 @@ import pytest
 from sglang_hyperdflash.commands.servers import Servers
 from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.serving.scheduler.metrics import DRAFTER
-from sglang_hyperdflash.tools.acceptance import counters
+from sglang_hyperdflash.serving.settings import COPY
+from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
+from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
-from tests.engine import probes
+from tests.conftest import ROOT
 from tests.engine.asking import payloads, samples
 from tests.engine.conftest import (
     FP32,
     NEW_TOKENS,
+    VOCABULARY_ORDER,
     greedy,
     greedy_all,
     ids,
     install_plugin,
-    probed,
 )
-from tests.engine.drafters import assert_lengths_vary, poisoned
+from tests.engine.drafters import poisoned, with_window
 from tests.waiting import until
 
 pytestmark = pytest.mark.disaggregation
@@ -43,45 +47,64 @@ def load():
 class Pair:
     """A prefill and a decode server, asked as SGLang's router asks them."""
 
-    def __init__(self, prefill: Server, decode: Server, bootstrap: int, blocks: Path) -> None:
-        self.prefill, self.decode, self.blocks = prefill, decode, blocks
+    def __init__(self, prefill: Server, decode: Server, bootstrap: int, draft: Path, kind: str):
+        self.prefill, self.decode, self.draft, self.name = prefill, decode, draft, kind
+        self.both = KINDS[kind][0]
         self.bootstrap, self.rooms = bootstrap, count(1)
 
-    def ask(self, _, prompt: list[int], **sampling) -> dict:
+    def ask(self, _, prompt: list[int], tokens: int = NEW_TOKENS, **sampling) -> dict:
         """Both are sent the request at once; the decode node's answer is the whole one."""
         options = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap}
         options["bootstrap_room"] = next(self.rooms)
         with ThreadPoolExecutor(2) as pool:
             first, whole = pool.map(
-                lambda server: greedy(server, prompt, sampling=sampling, **options),
+                lambda server: greedy(server, prompt, tokens, sampling=sampling, **options),
                 (self.prefill, self.decode),
             )
         assert whole["output_ids"][:1] == first["output_ids"]
         return whole
 
 
-@pytest.fixture(scope="module")
-def pair(servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
+# Whether the prefill node has the algorithm, and the window of the drafter.
+KINDS = {"prefill without speculation": (False, None), "both nodes, a window": (True, 64)}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, servers, target_dir, drafter_dir, tmp_path_factory) -> Iterator[Pair]:
     import mooncake.engine  # noqa: F401  here, so that its absence is an error of its own
 
+    both, window = KINDS[request.param]
     folder = tmp_path_factory.mktemp("pd")
-    environment = {**install_plugin(folder, "cpu_pd", PLUGIN), "MOONCAKE_PROTOCOL": "tcp"}
-    environment |= probed(folder, probes.BLOCKS)
+    environment = {
+        **install_plugin(folder, "cpu_pd", PLUGIN),
+        "MOONCAKE_PROTOCOL": "tcp",
+        COPY: "0",
+    }
     bootstrap = free_port()
-    common = (*FP32, *hyperdflash_arguments(drafter_dir), "--enable-metrics")
-    common += ("--disaggregation-transfer-backend", "mooncake")
+    draft = drafter_dir if window is None else with_window(drafter_dir, folder / "draft", window)
+    ours = (*hyperdflash_arguments(draft), "--enable-metrics")
+    common = (*FP32, "--disaggregation-transfer-backend", "mooncake")
     # With overlap a cached prefix is sent early, behind a CUDA event.
     prefill = ("--disaggregation-bootstrap-port", str(bootstrap), "--disable-overlap-schedule")
+    # A plain prefill node draws a seeded request's first token as the baseline does.
+    alone = ("--enable-deterministic-inference",)
+    order = install_plugin(tmp_path_factory.mktemp("order"), "order", VOCABULARY_ORDER)
+    paths = os.pathsep.join((order["PYTHONPATH"], environment["PYTHONPATH"]))
+    drawing = environment if both else environment | {"PYTHONPATH": paths}
     # The other kind of backup is in pinned memory.
-    decode = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
+    decode = ("--disaggregation-decode-retraction-backup", "cpu_tensor", *ours)
     started = [
-        servers.get(f"pd-{mode}", target_dir, *common, *options, environment=environment)
-        for mode, options in (
-            ("prefill", ("--disaggregation-mode", "prefill", *prefill)),
-            ("decode", ("--disaggregation-mode", "decode", *decode)),
+        servers.get(f"pd-{mode}", target_dir, *common, *options, environment=variables)
+        for mode, variables, options in (
+            (
+                "prefill",
+                drawing,
+                ("--disaggregation-mode", "prefill", *prefill, *(ours if both else alone)),
+            ),
+            ("decode", environment, ("--disaggregation-mode", "decode", *decode)),
         )
     ]
-    yield Pair(*started, bootstrap, folder / probes.FILES[probes.BLOCKS])
+    yield Pair(*started, bootstrap, draft, request.param)
     servers.stop("pd-prefill")
     servers.stop("pd-decode")
 
@@ -100,35 +123,43 @@ def test_seeded_penalised_answers_are_the_baselines(pair, own_prompts, baseline)
         assert ids(found) == [choices[0]["ids"] for choices in baseline["penalties"]]
 
 
-def first_blocks(log: Path, answers: list[dict]) -> list[list]:
-    """Of each answer's first block: position, anchor, copies, the drafter's first choices.
-
-    Without copies these are the drafts; the buffer is not written then.
-    """
-    blocks: dict[str, list] = {}
-    for request, place, block, copies, firsts in map(json.loads, log.read_text().splitlines()):
-        choices = firsts if copies[0] >= 0 else block[1:]
-        blocks.setdefault(request, [place, block[0], copies, choices])
-    return [blocks[answer["meta_info"]["id"]] for answer in answers]
+def rounds(answer: dict) -> list[int]:
+    return counters(answer["meta_info"])[2]
 
 
-def test_the_drafters_kv_travel_with_the_targets(pair, hyper_server, probe_folder, own_prompts):
-    """The decode node drafts and copies as a server that prefilled by itself, from the start."""
-    answers = greedy_all(pair.decode, own_prompts, 1, pair.ask)
-    expected = greedy_all(hyper_server, own_prompts, 1)
-    here = first_blocks(probe_folder / probes.FILES[probes.BLOCKS], expected)
-    assert first_blocks(pair.blocks, answers) == here
-    assert len({tuple(firsts) for *_, firsts in here}) > len(here) / 2
-    counts = [[counters(one["meta_info"])[2] for one in each] for each in (answers, expected)]
-    assert_lengths_vary(counts[1])
-    accepted = [sum(i * n for one in each for i, n in enumerate(one)) for each in counts]
-    assert accepted[0] == pytest.approx(accepted[1], rel=0.1), "copies' weights differ, no more"
+def test_drafts_begin_without_the_prompt_and_never_with_anothers(pair, hyper_server, own_prompts):
+    """The window is empty at the hand-over: what its slots held is forgotten, whoever wrote it."""
+    first = greedy_all(pair.decode, own_prompts, 1, pair.ask)
+    greedy_all(pair.decode, own_prompts[::-1], 4, pair.ask)
+    assert [rounds(a) for a in greedy_all(pair.decode, own_prompts, 1, pair.ask)] == [
+        rounds(a) for a in first
+    ]
 
 
-def test_both_nodes_take_what_is_published(pair, drafter_dir, own_prompts, own_reference, tmp_path):
+def test_acceptance_catches_up_with_an_aggregated_server(pair, servers, target_dir, own_prompts):
+    """It lacks the prompt at first; ``build/disaggregation.json`` has it by the answers' length."""
+    arguments, lengths = (*FP32, *hyperdflash_arguments(pair.draft)), {}
+    alone = servers.get("pd-alone", target_dir, *arguments, environment={COPY: "0"})
+    for tokens in (16, 96, 256):
+        ask, each = partial(greedy, max_new_tokens=tokens), partial(pair.ask, tokens=tokens)
+        answers = [greedy_all(alone, own_prompts, 4, ask)]
+        answers.append(greedy_all(pair.decode, own_prompts, 4, each))
+        assert ids(answers[0]) == ids(answers[1])
+        taus = [accept_length_of(add_histograms(map(rounds, side))) for side in answers]
+        lengths[tokens] = dict(zip(("aggregated", "disaggregated"), taus, strict=True))
+    servers.stop("pd-alone")
+    assert lengths[16]["disaggregated"] < lengths[16]["aggregated"]
+    assert lengths[256]["disaggregated"] > 0.9 * lengths[256]["aggregated"]
+    path = ROOT / "build" / "disaggregation.json"
+    results = json.loads(path.read_text()) if path.is_file() else {}
+    write_json(path, results | {pair.name: lengths}, indent=1)
+
+
+def test_both_nodes_take_what_is_published(pair, own_prompts, own_reference, tmp_path):
     """Both leave a poisoned version, by the decode node's traffic, and take the next one."""
-    published, nodes = tmp_path / "published", (pair.prefill, pair.decode)
-    servers = Servers([node.url for node in nodes], published, drafter_dir, print)
+    published = tmp_path / "published"
+    nodes = (pair.prefill, pair.decode) if pair.both else (pair.decode,)
+    servers = Servers([node.url for node in nodes], published, pair.draft, print)
 
     def traffic() -> None:
         assert ids(greedy_all(pair.decode, own_prompts, 4, pair.ask)) == own_reference
@@ -137,9 +168,9 @@ def test_both_nodes_take_what_is_published(pair, drafter_dir, own_prompts, own_r
     def draft_with(number: int) -> bool:
         return all([*samples(node, DRAFTER).values()] == [number] for node in nodes)
 
-    publish(published, poisoned(drafter_dir, tmp_path / "bad"))
+    publish(published, poisoned(pair.draft, tmp_path / "bad"))
     until(lambda: draft_with(1), meanwhile=traffic)
     until(lambda: draft_with(0), meanwhile=traffic)
     assert current(published) is None
-    publish(published, drafter_dir)
+    publish(published, pair.draft)
     until(lambda: draft_with(2), meanwhile=traffic)

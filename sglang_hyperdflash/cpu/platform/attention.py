@@ -59,6 +59,12 @@ class TorchAttention(AttentionBackend):
     def support_triton(self) -> bool:
         return False
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a request that pads a rank's batch to another rank's."""
+        return 1
+
+    get_cuda_graph_seq_len_fill_value = get_cpu_graph_seq_len_fill_value
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
         if mode.is_idle() or forward_batch.batch_size == 0:
@@ -106,14 +112,14 @@ class TorchAttention(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
             )
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        q = q.unflatten(-1, (layer.tp_q_head_num, layer.qk_head_dim))
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        outputs = []
+        outputs = [q.new_zeros(0, q.shape[1] * values.shape[-1])]  # all of an idle rank's
         for group in self.groups:
             rows = q[group.first_row : group.first_row + group.n * len(group.slots)]
             outputs.append(self._attend(rows, keys, values, layer, group, sinks))
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        output = outputs[-1] if len(outputs) < 3 else torch.cat(outputs)
         if len(output) < len(q):  # padding rows of a larger batch
             output = torch.cat([output, output.new_zeros(len(q) - len(output), output.shape[1])])
         return output

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from sglang_hyperdflash import is_ours
-from sglang_hyperdflash.seams import after, replace
+from sglang_hyperdflash.seams import after, around, replace
+
+
+@around("sglang.srt.arg_groups.speculative_hook:_handle_dflash", "12b1b03eca9f")
+def attention_data_parallelism(original, server_args):
+    """Let attention data parallelism through as on CUDA: ranks gather over gloo here."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    device = resolving_view(server_args).device
+    declare_resolution(server_args, "hyperdflash", device="cuda")
+    try:
+        return original(server_args)
+    finally:
+        declare_resolution(server_args, "hyperdflash", device=device)
 
 
 @after("sglang.srt.models.dflash:DFlashAttention.__init__", "a3f49ffdee1f")

@@ -120,9 +120,9 @@ class Attention(nn.Module):
         output = attend(self.layer_idx, q, kv.squeeze(1), self.sinks)
         # V has K's rotation; its inverse at the query position leaves the relative distance.
         output = rotary.rotate(output.view(n, self.heads, self.head_dim), rotation.conj())
-        grouped = output.reshape(n, self.groups, -1).transpose(0, 1)
+        grouped = output.flatten(1).unflatten(1, (self.groups, -1)).transpose(0, 1)
         grouped = torch.bmm(grouped, self.o_a_proj.transpose(1, 2)).transpose(0, 1)
-        return self.o_b_proj(grouped.reshape(n, -1))
+        return self.o_b_proj(grouped.flatten(1))
 
 
 def swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -184,7 +184,9 @@ class MoE(nn.Module):
         dense = x.new_zeros(n, stacked)
         dense[:, -1] = 1.0
         dense.scatter_add_(1, indices, weights.to(x.dtype))
-        inner = swiglu(F.linear(x, self.gate_up.flatten(0, 1)).view(n, stacked, -1), self.limit)
+        inner = swiglu(
+            F.linear(x, self.gate_up.flatten(0, 1)).unflatten(1, (stacked, -1)), self.limit
+        )
         inner = (inner * dense.unsqueeze(-1)).flatten(1)
         return inner @ self.down.flatten(0, 1)
 

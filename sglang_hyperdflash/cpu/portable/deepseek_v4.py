@@ -13,6 +13,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_hyperdflash.cpu.portable.core import DeepseekV4Core
@@ -35,8 +36,11 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
             )
         self.config = config
         self.model = DeepseekV4Core(config)
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        size, parallel = (config.vocab_size, config.hidden_size), get_parallel()
+        self.embed_tokens = VocabParallelEmbedding(
+            *size, use_attn_tp_group=parallel.attn_dp_enabled
+        )
+        self.lm_head = ParallelLMHead(*size, use_attn_tp_group=parallel.enable_dp_lm_head)
         self.logits_processor = LogitsProcessor(config)
         self.captured_layers: tuple[int, ...] = ()
         window = config.sliding_window
@@ -80,9 +84,7 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         """Run ``N`` tokens and return SGLang's ``LogitsProcessorOutput``."""
 
         def attend(layer_idx, q, kv, sinks):
-            return self.attention[layer_idx](
-                q.reshape(len(q), -1), kv, kv, forward_batch, sinks=sinks
-            )
+            return self.attention[layer_idx](q.flatten(1), kv, kv, forward_batch, sinks=sinks)
 
         embeddings = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
         trace: list[torch.Tensor] | None = [] if self.captured_layers else None

@@ -241,5 +241,17 @@ class WindowedDraftKV(DraftKV):
         kept = self.window.columns[: block.width] < lengths.unsqueeze(1)
         return self.window.enter(block.slots.long(), kept.flatten())
 
+    def arrive(self, req: Any, prefill: bool) -> None:
+        """Forget what the slots of a request's tokens held, where they were not computed here.
+
+        Another node's, after a hand-over or a retraction; or a cache's below the device.
+        """
+        end, count = req.kv.kv_committed_len, req.kv.kv_committed_len
+        if prefill:
+            end, count = req.prefix_len, req.host_loaded_length * req.needs_host_load_back()
+        if count:
+            table = self.runners.target.req_to_token_pool.req_to_token
+            self.window.forget(table[req.kv.req_pool_idx, end - count : end].long())
+
     def forget_padding(self) -> None:
         self.window.forget(torch.zeros(1, dtype=torch.int64, device=self.runners.device))

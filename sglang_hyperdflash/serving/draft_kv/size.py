@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from sglang.srt.runtime_context import get_spec
+
 from sglang_hyperdflash.seams import around
 from sglang_hyperdflash.serving.settings import read_pool_ratio
 
@@ -22,10 +24,9 @@ def draft_cell_size(original, kvc) -> int:
     draft = getattr(kvc.spec_aux_config, "draft_model_config", None)
     if cell <= 0 or draft is None:
         return cell
-    section = getattr(draft.hf_config, "hyperdflash_config", None) or {}
-    if section.get("window") is None:
-        return cell
-    return windowed_cell_size(cell)
+    ours = getattr(draft.hf_config, "hyperdflash_config", None) is not None
+    windowed = get_spec().speculative_draft_window_size is not None
+    return windowed_cell_size(cell) if ours and windowed else cell
 
 
 def windowed_cell_size(cell: int) -> int:

@@ -14,7 +14,7 @@ from sglang_hyperdflash.serving.draft_kv.attention import (
     check_window_attention,
     choose_draft_attention,
 )
-from sglang_hyperdflash.serving.startup.checks import load_draft_config
+from sglang_hyperdflash.serving.startup.checks import load_draft_config, served_window
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 # KV dtypes of an unquantised cache.
@@ -53,7 +53,7 @@ class HyperDFlashAlgorithm(CustomSpecAlgo):
         from sglang.srt.arg_groups.overrides import resolving_view
         from sglang.srt.arg_groups.speculative_hook import _handle_dflash
 
-        window = load_draft_config(server_args).window
+        window = served_window(server_args, load_draft_config(server_args))
         choose_draft_attention(server_args, window)
         try:
             _handle_dflash(server_args)

@@ -43,7 +43,6 @@ UNSUPPORTED = {
     "lora_paths": _LORA,
     "enable_hisparse": "its commit step exists for EAGLE only; drop the flag",
     "enable_unified_memory": "it admits SGLang's own algorithms only; drop the flag",
-    "enable_hierarchical_cache": "draft K/V restored from host memory is untested; drop the flag",
     "rl_on_policy_target": "the baseline then samples from probabilities rounded to bf16, and a "
     "block would not; drop the flag",
     "speculative_adaptive": "it is for SGLang's own algorithms; drop the flag: "
@@ -73,6 +72,8 @@ SERVED = {
 }
 # ``DFlashWorkerV2._maybe_merge_trained_mask_embedding`` copies it into the target.
 MASK_EMBEDDING = "mask_embedding.pt"
+# Of a drafter without a window; see ``served_window``.
+ELSEWHERE_WINDOW = 2048
 # A drafter's folder in its target's.
 BUNDLED = "hyperdflash"
 
@@ -111,8 +112,8 @@ def validate_server_args(server_args) -> None:
     draft_config = _draft_hub_config(server_args)
     check_ranks(server_args, draft_config.to_dict())
     _check_trained_sizes(server_args, config)
-    if config.window is not None:
-        _check_window(server_args)
+    if served_window(server_args, config) is not None:
+        _check_window()
     _check_memory_saver(server_args)
     # The variables, before any load.
     settings = read_settings(config.block_size, config.causal)
@@ -250,7 +251,22 @@ def _check_trained_sizes(server_args, config: HyperDFlashConfig) -> None:
             )
 
 
-def _check_window(server_args) -> None:
+def served_window(server_args, config: HyperDFlashConfig) -> int | None:
+    """Context tokens that the drafter sees: its own window, or the one of a server that needs one.
+
+    Where another node or a storage computed a prompt, there are no draft K/V of it: the keys of
+    SGLang's storage name the target alone, and a prefill node may have no drafter. A window begins
+    empty and holds what this server computes.
+    """
+    elsewhere = (
+        server_args.disaggregation_mode not in (None, "null")
+        or server_args.hicache_storage_backend
+        or server_args.enable_unified_cache_external_linker
+    )
+    return config.window or (ELSEWHERE_WINDOW if elsewhere else None)
+
+
+def _check_window() -> None:
     from sglang.srt.environ import envs
 
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
@@ -258,12 +274,6 @@ def _check_window(server_args) -> None:
             f"{ALGORITHM} does not support SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 with a windowed "
             "drafter: its slots are laid out before graphs are captured, and the pool would be "
             "resized afterwards. Unset the variable."
-        )
-    if server_args.disaggregation_mode not in (None, "null"):
-        raise HyperDFlashConfigError(
-            f"{ALGORITHM} does not support prefill/decode disaggregation with a windowed drafter: "
-            "its K/V is not in the target's slots, which are transferred. Use a drafter without a "
-            "window."
         )
 
 

@@ -1,10 +1,9 @@
-"""What SGLang's DFLASH path assumes of layers, dtypes and the other node, one seam each."""
+"""What SGLang's DFLASH path assumes of layers, dtypes and sizes, one seam each."""
 
 from __future__ import annotations
 
 from sglang_hyperdflash import ALGORITHM, is_ours
 from sglang_hyperdflash.seams import after
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 # Algorithms whose draft embeddings keep the draft's dtype; other plugins may add theirs.
 own_dtype = {ALGORITHM}
@@ -65,25 +64,3 @@ def end_requests_early(info: tuple, self) -> tuple:
     """
     room = getattr(self, "rows_past_the_end", 0)
     return (*info[:4], info[4] - room, info[5] - room, *info[6:])
-
-
-@after(
-    "sglang.srt.disaggregation.common.conn:CommonKVManager._resolve_rank_mapping", "48417ed180d7"
-)
-def refuse_unequal_nodes(_, self, info) -> None:
-    """Refuse a prefill node whose ranks hold other heads of the drafter's K/V than this node's.
-
-    SGLang addresses pages on both nodes with the sender's sizes: they would be written elsewhere.
-
-    Raises:
-        HyperDFlashConfigError: at the first request from that node; as where page sizes differ, it
-            ends this node.
-    """
-    sizes = [(node.attn_tp_size, node.attn_cp_size) for node in (info, self)]
-    if is_ours(self.server_args.speculative_algorithm) and sizes[0] != sizes[1]:
-        said = [f"{tp} and {cp}" for tp, cp in sizes]
-        raise HyperDFlashConfigError(
-            f"{ALGORITHM} needs prefill and decode nodes of the same attention TP and CP sizes: "
-            f"prefill has {said[0]}, decode {said[1]}. Start both with the same --tp-size, "
-            "--attn-dp-size and --attn-cp-size."
-        )

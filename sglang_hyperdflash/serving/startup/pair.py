@@ -52,6 +52,6 @@ def check_processors(width_1_allowed: bool, enabled: bool) -> None:
     if enabled and not width_1_allowed:
         raise HyperDFlashConfigError(
             "--enable-custom-logit-processor: expected a server that can verify one row per "
-            "request; found attention data parallelism, two-batch overlap or "
-            "--enable-pd-role-switch, where only whole blocks are verified. Drop the flag."
+            "request; found attention data parallelism or two-batch "
+            "overlap, where only whole blocks are verified. Drop the flag."
         )

@@ -58,12 +58,17 @@ def renorm_kernels() -> tuple | None:
 
 
 class Verifier:
-    """Verifies one round at a time."""
+    """Verifies one round at a time.
+
+    Attributes:
+        simulated: tokens of every round, for timing without a trained drafter; none if negative.
+    """
+
+    simulated = -1.0
 
     def __init__(self, runners: Runners) -> None:
         self.runners, self.vocabulary = runners, runners.vocabulary
         self.renorm = renorm_kernels()
-        # Tokens of a round, for timing without a trained drafter: what is drafted does not matter.
         self.simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if self.simulated > 0:
             logger.warning("HYPERDFLASH: SGLANG_SIMULATE_ACC_LEN is set: all answers are made up")

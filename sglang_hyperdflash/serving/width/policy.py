@@ -14,7 +14,8 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -205,7 +206,8 @@ class WidthController:
     """The widths of one worker's rounds by its setting; the same on all ranks of a group.
 
     Args:
-        alone: a group of one rank. kinds: as of :class:`WidthPolicy`.
+        alone: a group of one rank. kinds: as of :class:`WidthPolicy`. policy: makes one of these
+            widths that ranks with requests of their own share; None for a :class:`WidthPolicy`.
 
     Attributes:
         forced: while set, the width of every round; for timing.
@@ -213,13 +215,19 @@ class WidthController:
     """
 
     def __init__(
-        self, setting: WidthSetting, block: int, alone: bool = False, kinds: int = 1
+        self,
+        setting: WidthSetting,
+        block: int,
+        alone: bool = False,
+        kinds: int = 1,
+        policy: Callable[[Sequence[int]], WidthPolicy] | None = None,
     ) -> None:
-        self.setting, self.block, self.alone = setting, block, alone
+        self.setting, self.block, self.alone, self.classes = setting, block, alone, 2 * kinds
         self._last: tuple[list[Any] | None, int, float] = None, block, 0.0
         self.forced: int | None = None
         adapts = setting.mode == ADAPTIVE and len(setting.widths) > 1
-        self.policy = WidthPolicy(setting.widths, kinds) if adapts else None
+        policy = policy or partial(WidthPolicy, kinds=kinds)
+        self.policy = policy(setting.widths) if adapts else None
         # Every rank draws the same.
         self._random = random.Random(0)
 
@@ -255,7 +263,7 @@ class WidthController:
         """
         if self.policy is None:
             return
-        by_class: list[list[int]] = [[] for _ in self.policy.classes]
+        by_class: list[list[int]] = [[] for _ in range(self.classes)]
         for number, accepted in live:
             by_class[number].append(accepted)
         self.policy.observe(width, *by_class, best=best)

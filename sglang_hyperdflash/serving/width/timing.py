@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
-from sglang.srt.utils.common import DynamicGradMode
+from sglang.srt.utils.common import DynamicGradMode, require_mlp_tp_gather
 
 from sglang_hyperdflash.serving.runners import Runners
 from sglang_hyperdflash.serving.width.policy import CostTable, WidthController
@@ -154,4 +155,8 @@ def made_up_batch(runner: Any, requests: int, sampled: bool) -> ScheduleBatch:
     batch.spec_info.bonus_tokens, batch.spec_info.new_seq_lens = anchors, batch.seq_lens
     batch.spec_info.nxt_kv_lens_cpu = batch.seq_lens_cpu.clone()
     batch.spec_info.nxt_kv_lens_sum = batch.seq_lens_sum
+    if get_parallel().attn_dp_enabled:  # every rank runs such a batch; seam: ``dp_attn``
+        ranks = get_parallel().attn_dp_size if require_mlp_tp_gather() else 1
+        batch.global_num_tokens = batch.global_num_tokens_for_logprob = [requests] * ranks
+        batch.is_extend_in_batch, batch.can_run_decode_cuda_graph = False, True
     return batch

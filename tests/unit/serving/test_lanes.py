@@ -145,14 +145,11 @@ def test_widths_that_are_planned_are_those_that_are_built(runners, text):
     assert setting.built(7) == tuple(sorted(built(runners, setting.widths)._lanes))
 
 
-@pytest.mark.parametrize("which", ["none", "attention", "overlap", "role"])
+@pytest.mark.parametrize("which", ["none", "attention", "overlap"])
 def test_what_keeps_every_round_at_the_block(monkeypatch, which):
     attention = SimpleNamespace(attn_dp_enabled=which == "attention")
     overlap = SimpleNamespace(overlap=SimpleNamespace(enable_two_batch_overlap=which == "overlap"))
-    role = SimpleNamespace(enable_pd_role_switch=which == "role")
     monkeypatch.setattr(worker_module, "get_parallel", lambda: attention)
     monkeypatch.setattr(worker_module, "get_exec", lambda: overlap)
-    monkeypatch.setattr(worker_module, "get_disagg", lambda: role)
     assert whole_blocks_only() == (which != "none")
-    fields = {"enable_two_batch_overlap", "enable_pd_role_switch"}
-    assert fields <= set(field_names(ServerArgs))
+    assert "enable_two_batch_overlap" in field_names(ServerArgs)

@@ -1,7 +1,5 @@
 """Ranks: their parts of the vocabulary and of the drafter, and what they must agree on."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -11,7 +9,6 @@ from sglang.srt.server_args import ServerArgs
 from sglang_hyperdflash.cpu.portable.weights import shard_rows
 from sglang_hyperdflash.serving.settings import read_settings
 from sglang_hyperdflash.serving.startup.checks import check_ranks
-from sglang_hyperdflash.serving.startup.dflash_seams import refuse_unequal_nodes
 from sglang_hyperdflash.tools.environment import VARIABLES
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
@@ -89,15 +86,3 @@ def test_every_setting_of_a_server_is_compared_unless_it_is_a_rank_s_own():
     ranks_own = tuple(f"HYPERDFLASH{part}" for part in ("_RECORD", *no_server))
     names = {variable.name for variable in VARIABLES}
     assert {name for name in names if not name.startswith(ranks_own)} == set(OTHER_SETTINGS)
-
-
-def test_a_prefill_node_of_another_attention_tp_is_refused_at_hand_shake():
-    def node(tp: int, cp: int, algorithm: str = "HYPERDFLASH") -> SimpleNamespace:
-        arguments = SimpleNamespace(speculative_algorithm=algorithm)
-        return SimpleNamespace(attn_tp_size=tp, attn_cp_size=cp, server_args=arguments)
-
-    refuse_unequal_nodes(None, node(8, 2), node(8, 2))
-    refuse_unequal_nodes(None, node(1, 1, "dflash"), node(8, 1))
-    for prefill in (node(8, 1), node(1, 8)):
-        with pytest.raises(HyperDFlashConfigError, match="--tp-size"):
-            refuse_unequal_nodes(None, node(1, 1), prefill)

@@ -5,6 +5,7 @@ Bytes are compared with a calculation from the published dimensions alone.
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -71,7 +72,7 @@ STARTS = {
     "flash": ({"target": "flash", "draft": "flash", "node": EIGHT}, DEFAULTS),
     "window": (WINDOW_DRAFT, {"speculative_draft_window_size": WINDOW}),
     "lower case": ({"algorithm": "hyperdflash"}, {ALGORITHM: "HYPERDFLASH"}),
-    "prefill": (PREFILL, {ALGORITHM: "HYPERDFLASH"}),
+    "prefill": (PREFILL, {"speculative_draft_window_size": 2048}),
     "v41": (V41_PAIR, {ALGORITHM: "HYPERDFLASH", BACKEND: "triton"}),
     "fp8 draft": (option(**{DRAFT_KV: "fp8_e4m3"}), {DRAFT_KV: "fp8_e4m3"}),
     "requests": ({"node": ONE | {"max_running_requests": None}}, {"max_running_requests": 256}),
@@ -84,14 +85,44 @@ STARTS = {
     "another target's": ({"draft": "flash"}, "made for a target"),
     "DFLASH": ({"algorithm": "DFLASH"}, "Only EAGLE and DSPARK"),
     "v41 EAGLE": ({"target": "v41", "draft": None, "method": "EAGLE"}, "DSpark"),
-    "v41 prefill": (V41_PAIR | PREFILL, "disaggregation_mode"),
-    "window, prefill": (WINDOW_DRAFT | PREFILL, "window"),
+    "v41 prefill": (V41_PAIR | PREFILL, {"speculative_draft_window_size": 2048}),
     "window, fa3": (WINDOW_DRAFT | option(**{BACKEND: "fa3"}), "draft attention"),
     "attention dp": ({"node": EIGHT} | option(attn_dp_size=8), "enable-dp-lm-head"),
     "unified": (option(enable_unified_memory=True), "SGLang's own algorithms"),
     "lmcache": (option(enable_lmcache=True), "does not yet support speculative decoding"),
     "block": (option(speculative_use_block_verification=True), "only supports EAGLE"),
 }
+
+
+# Published recipes of DeepSeek-V4-Pro: how ranks share it, and what a server of it is besides.
+DP, HOST = {"attn_dp_size": 8, "enable_dp_lm_head": True}, {"enable_hierarchical_cache": True}
+SHARED = {"tp": {}, "attention dp": DP}
+SHARED |= {name: DP | {"moe_a2a_backend": name} for name in ("deepep", "megamoe", "mori")}
+SERVED = {
+    "alone": {},
+    "tokenizers": {"tokenizer_worker_num": 8},
+    "host cache": HOST,
+    "file storage": HOST | {"hicache_storage_backend": "file"},
+    "mooncake storage": HOST | {"hicache_storage_backend": "mooncake"},
+    "prefill node": {"disaggregation_mode": "prefill"},
+    "prefill node, host cache": HOST | {"disaggregation_mode": "prefill"},
+    "decode node": {"disaggregation_mode": "decode"},
+}
+# The drafter, and the window that it has on a server that computes its prompts itself.
+SWAPPED = {"EAGLE": (None, None), "pro": ("pro", None), "pro window": ("pro window", WINDOW)}
+
+
+def recipes() -> dict[str, dict]:
+    """Each with SGLang's own algorithm, then with only the algorithm changed."""
+    cases = {}
+    for shared, served, swapped in product(SHARED, SERVED, SWAPPED):
+        case = option(**SHARED[shared], **SERVED[served])
+        case |= {"node": EIGHT, "platform": {"is_sm100": True, "is_cuda": True}}
+        case |= {"draft": SWAPPED[swapped][0]}
+        cases[f"{shared}, {served}, {swapped}"] = case | (
+            {} if SWAPPED[swapped][0] else {"method": "EAGLE"}
+        )
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +134,7 @@ def answers(tmp_path_factory) -> dict[str, dict]:
             cases[f"{name} {kind}"] = {"target": name, "draft": draft} | changes
     pro = {"target": "pro", "draft": "pro", "size": False}
     cases |= {name: pro | changes for name, (changes, _) in STARTS.items()}
+    cases |= {name: pro | case for name, case in recipes().items()}
     targets = {
         name: str(target_folder(root / "targets" / name, shape))
         for name, shape in {**SHAPES, "v41": V41}.items()
@@ -192,6 +224,15 @@ def test_what_a_start_resolves_to_or_why_it_is_refused(answers, case):
         assert expected.items() <= answer.items(), answer
     else:
         assert expected.lower() in answer.get("error", "it started").lower()
+
+
+def test_recipes_start_with_only_the_algorithm_changed(answers):
+    errors = {name: answers[name]["error"] for name in recipes() if "error" in answers[name]}
+    assert errors == {} and len(recipes()) == 120
+    for shared, served, draft in product(SHARED, SERVED, ("pro", "pro window")):
+        window = answers[f"{shared}, {served}, {draft}"]["speculative_draft_window_size"]
+        elsewhere = any(word in served for word in ("node", "storage"))
+        assert window == SWAPPED[draft][1] or (elsewhere and window == 2048), (shared, served)
 
 
 # Target and SGLang's own algorithm. Its pool sizes are compared too, but for V4.1: it has none.

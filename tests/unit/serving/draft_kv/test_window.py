@@ -1,10 +1,12 @@
 """The ring of draft K/V slots, against a plain Python bookkeeping of who wrote what last."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sglang_hyperdflash.serving.draft_kv.draft_kv import WindowedDraftKV
 from sglang_hyperdflash.serving.draft_kv.window import DraftWindow
 
 RING, WINDOW = 40, 8
@@ -91,3 +93,23 @@ def test_one_slot_is_never_given_twice_in_a_round_and_prompts_share_the_ring():
     assert [window(ring=20).per_request(n) for n in (1, 4)] == [8, 5]
     with pytest.raises(ValueError):
         window(ring=7)
+
+
+def test_tokens_that_another_node_or_the_host_computed_are_forgotten():
+    """All of a handed-over request's, the restored ones of a prefill's prefix; no others."""
+    ids = torch.arange(1, 13)
+    pools = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=ids.view(1, 12).int()))
+    kv = WindowedDraftKV(SimpleNamespace(target=pools), 0.1)
+    request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0, kv_committed_len=7))
+    request.prefix_len, request.host_loaded_length = 6, 4
+
+    def known(prefill: bool, restored: bool) -> list[bool]:
+        kv.window = window(16)
+        kv.window.enter(ids, torch.ones(12, dtype=torch.bool))
+        request.needs_host_load_back = lambda: restored
+        kv.arrive(request, prefill)
+        return (kv.window.slot_of[ids] >= 0).tolist()
+
+    assert known(False, False) == [False] * 7 + [True] * 5
+    assert known(True, True) == [True] * 2 + [False] * 4 + [True] * 6
+    assert known(True, False) == [True] * 12

@@ -46,7 +46,7 @@ def refused(arguments, said: str) -> None:
 # Flags that no server of ours takes, then values of arguments and variables with what the refusal
 # names if it is another one.
 FLAGS = """
-    enable_lora enable_hisparse enable_unified_memory enable_hierarchical_cache speculative_adaptive
+    enable_lora enable_hisparse enable_unified_memory speculative_adaptive
     use_ray enable_return_hidden_states enable_pdmux smg_grpc_mode
 """
 REFUSED = [
@@ -121,8 +121,23 @@ def test_a_window_is_refused_where_its_slots_would_be_moved(arguments, monkeypat
     with monkeypatch.context() as moved:
         moved.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
         refused(arguments, "windowed")
-    arguments.disaggregation_mode = "decode"
-    refused(arguments, "windowed")
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("disaggregation_mode", "decode"),
+        ("hicache_storage_backend", "file"),
+        ("enable_unified_cache_external_linker", True),
+    ],
+)
+def test_a_window_where_others_compute_prompts(arguments, name, value):
+    config = checks.load_draft_config(arguments)
+    assert checks.served_window(arguments, config) is None
+    setattr(arguments, name, value)
+    assert checks.served_window(arguments, config) == checks.ELSEWHERE_WINDOW
+    assert checks.served_window(arguments, replace(config, window=64)) == 64
+    checks.validate_server_args(arguments)
 
 
 @pytest.mark.parametrize("target", [FLASH, PRO], ids=["flash", "pro"])

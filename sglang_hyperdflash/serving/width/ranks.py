@@ -1,0 +1,93 @@
+"""One width for all ranks of attention data parallelism, each of which has requests of its own.
+
+Their experts' collectives make them run every round together, idle ranks too, so a round has one
+width. What it depends on is known alike: every ``EVERY`` rounds each rank tells the others how many
+requests it had and how its drafts were accepted. The exchange begins in one round and is read
+``EVERY`` rounds later: nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_hyperdflash.serving.width.policy import HALF_LIFE, WidthPolicy, best_width
+
+EVERY = 32
+Exchange = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+
+
+def exchange(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Send a rank's ``numbers [n]``; the function returned waits for all ranks', ``[ranks, n]``.
+
+    Seam: the tensor-parallel group of CPU tensors, on which ranks enqueue in the same order.
+    """
+    group = get_parallel().tp_group
+    rows = [torch.empty_like(numbers) for _ in range(group.world_size)]
+    sent = torch.distributed.all_gather(rows, numbers, group=group.cpu_group, async_op=True)
+
+    def received() -> torch.Tensor:
+        sent.wait()
+        return torch.stack(rows)
+
+    return received
+
+
+class RanksPolicy(WidthPolicy):
+    """A width policy whose decisions are the same on every rank.
+
+    Costs are those of the rank with the most requests, for which the others wait.
+
+    Args:
+        widths: ascending.
+    """
+
+    def __init__(self, widths: Sequence[int], send: Exchange = exchange) -> None:
+        super().__init__(widths)
+        self._send, self._rounds = send, 0
+
+    def forget(self) -> None:
+        super().forget()
+        # Requests, then trials and successes of each draft, since the last exchange.
+        self._seen = torch.zeros(1 + 2 * (self.widths[-1] - 1), dtype=torch.float64)
+        self._received: Callable[[], torch.Tensor] | None = None
+        self._seconds_now: dict[int, float] = {}
+
+    def next(self, *counts: int) -> int:
+        """The width of the next round, which every rank asks for, of its requests by class."""
+        if self.costs is None:
+            return self.width
+        self._seen[0] += sum(counts)
+        self._rounds += 1
+        if self._rounds % EVERY == 0:
+            if self._received is not None:
+                self._learn(self._received())
+            self._received = self._send(self._seen.clone())
+            self._seen.zero_()
+        self._since_probe += 1
+        return (self._seconds_now and self._probe(self._seconds_now)) or self.width
+
+    def _learn(self, ranks: torch.Tensor) -> None:
+        busiest = math.ceil(float(ranks[:, 0].max()) / EVERY)
+        requests, *counts = ranks.sum(0).tolist()
+        if not busiest:
+            return
+        keep, drafts = 0.5 ** (requests / HALF_LIFE), self.widths[-1] - 1
+        for old, new in (
+            (self.classes[0].trials, counts[:drafts]),
+            (self.classes[0].successes, counts[drafts:]),
+        ):
+            old[:] = [keep * a + b for a, b in zip(old, new, strict=True)]
+        self._seconds_now, tokens = self.costs.of(busiest, False), self.classes[0].expected()
+        self.rates = {w: requests * tokens[w - 1] / self._seconds_now[w] for w in self.widths}
+        self.width = best_width(self.rates, self.width)
+
+    def observe(self, width: int, *accepted: Sequence[int], best: int | None = None) -> None:
+        """Count a round of this rank, for the next exchange; ``best`` decides nothing here."""
+        drafts = self.widths[-1] - 1
+        for k in range(width - 1):
+            self._seen[1 + k] += sum(n >= k for each in accepted for n in each)
+            self._seen[1 + drafts + k] += sum(n > k for each in accepted for n in each)

@@ -5,18 +5,19 @@ Not in CI: it needs Mooncake's CPU build and libibverbs (``make pd-test``).
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
+import requests
 
 from sglang_hyperdflash.commands.servers import Servers
 from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.serving.scheduler.metrics import DRAFTER
-from sglang_hyperdflash.serving.settings import COPY
+from sglang_hyperdflash.serving.settings import COPY, POOL_RATIO
 from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
@@ -30,6 +31,7 @@ from tests.engine.conftest import (
     greedy_all,
     ids,
     install_plugin,
+    retractions,
 )
 from tests.engine.drafters import poisoned, with_window
 from tests.waiting import until
@@ -47,19 +49,20 @@ def load():
 class Pair:
     """A prefill and a decode server, asked as SGLang's router asks them."""
 
-    def __init__(self, prefill: Server, decode: Server, bootstrap: int, draft: Path, kind: str):
-        self.prefill, self.decode, self.draft, self.name = prefill, decode, draft, kind
+    def __init__(self, start: Callable[..., Server], bootstrap: int, draft: Path, kind: str):
+        self.start, self.draft, self.name = start, draft, kind
         self.both = KINDS[kind][0]
         self.bootstrap, self.rooms = bootstrap, count(1)
+        self.prefill, self.decode = start("prefill"), start("decode")
 
-    def ask(self, _, prompt: list[int], tokens: int = NEW_TOKENS, **sampling) -> dict:
+    def ask(self, decode: Server, prompt: list[int], tokens: int = NEW_TOKENS, **sampling) -> dict:
         """Both are sent the request at once; the decode node's answer is the whole one."""
         options = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap}
         options["bootstrap_room"] = next(self.rooms)
         with ThreadPoolExecutor(2) as pool:
             first, whole = pool.map(
                 lambda server: greedy(server, prompt, tokens, sampling=sampling, **options),
-                (self.prefill, self.decode),
+                (self.prefill, decode),
             )
         assert whole["output_ids"][:1] == first["output_ids"]
         return whole
@@ -79,6 +82,13 @@ def pair(request, servers, target_dir, drafter_dir, tmp_path_factory) -> Iterato
         **install_plugin(folder, "cpu_pd", PLUGIN),
         "MOONCAKE_PROTOCOL": "tcp",
         COPY: "0",
+        # The small pool of one test holds a window, too.
+        POOL_RATIO: "0.5",
+        # Requests of a node that is gone end soon.
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
     }
     bootstrap = free_port()
     draft = drafter_dir if window is None else with_window(drafter_dir, folder / "draft", window)
@@ -93,18 +103,17 @@ def pair(request, servers, target_dir, drafter_dir, tmp_path_factory) -> Iterato
     drawing = environment if both else environment | {"PYTHONPATH": paths}
     # The other kind of backup is in pinned memory.
     decode = ("--disaggregation-decode-retraction-backup", "cpu_tensor", *ours)
-    started = [
-        servers.get(f"pd-{mode}", target_dir, *common, *options, environment=variables)
-        for mode, variables, options in (
-            (
-                "prefill",
-                drawing,
-                ("--disaggregation-mode", "prefill", *prefill, *(ours if both else alone)),
-            ),
-            ("decode", environment, ("--disaggregation-mode", "decode", *decode)),
-        )
-    ]
-    yield Pair(*started, bootstrap, draft, request.param)
+    modes = {
+        "prefill": (drawing, (*prefill, *(ours if both else alone))),
+        "decode": (environment, decode),
+    }
+
+    def start(mode: str, *more: str, name: str = "") -> Server:
+        variables, options = modes[mode]
+        options = ("--disaggregation-mode", mode, *common, *options, *more)
+        return servers.get(f"pd-{name or mode}", target_dir, *options, environment=variables)
+
+    yield Pair(start, bootstrap, draft, request.param)
     servers.stop("pd-prefill")
     servers.stop("pd-decode")
 
@@ -119,7 +128,9 @@ def test_seeded_penalised_answers_are_the_baselines(pair, own_prompts, baseline)
     """The decode node counts the token that the prefill node drew, and goes on with its noise."""
     every = payloads("penalties", own_prompts)
     with ThreadPoolExecutor(3) as pool:
-        found = pool.map(lambda p: pair.ask(None, p["input_ids"], **p["sampling_params"]), every)
+        found = pool.map(
+            lambda p: pair.ask(pair.decode, p["input_ids"], **p["sampling_params"]), every
+        )
         assert ids(found) == [choices[0]["ids"] for choices in baseline["penalties"]]
 
 
@@ -174,3 +185,41 @@ def test_both_nodes_take_what_is_published(pair, own_prompts, own_reference, tmp
     assert current(published) is None
     publish(published, pair.draft)
     until(lambda: draft_with(2), meanwhile=traffic)
+
+
+def right_or_failed(pair: Pair, decode: Server, prompts, expected, tokens: int, end) -> int:
+    """How many of eight concurrent requests fail when ``end`` is called after the first answer."""
+
+    def outcome(i: int) -> bool:
+        try:
+            answer = pair.ask(decode, prompts[i], tokens)
+        except (requests.RequestException, AssertionError):
+            return False
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        assert reason == "abort" or answer["output_ids"] == expected[i][:tokens]
+        return reason != "abort"
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(outcome, i) for i in range(len(prompts))]
+        until(lambda: any(one.done() for one in asked))
+        end()
+        return sum(not one.result() for one in asked)
+
+
+def test_full_and_killed_nodes_change_no_answer(pair, servers, own_prompts, baseline):
+    """A decode node that retracts; one killed in traffic; then the prefill node, started again."""
+    expected = baseline["long"]
+    small = pair.start("decode", "--max-total-tokens", "400", name="small")
+    ask = partial(pair.ask, tokens=96)
+    assert ids(greedy_all(small, own_prompts, 8, ask)) == expected
+    assert retractions(small)
+    failed = right_or_failed(
+        pair, small, own_prompts, expected, 96, lambda: servers.stop("pd-small")
+    )
+    assert failed
+    assert ids(greedy_all(pair.decode, own_prompts, 4, ask)) == expected
+    failed = right_or_failed(
+        pair, pair.decode, own_prompts, expected, 96, lambda: servers.stop("pd-prefill")
+    )
+    pair.prefill = pair.start("prefill")
+    assert ids(greedy_all(pair.decode, own_prompts, 4, ask)) == expected

@@ -8,6 +8,7 @@ theirs (``EagleWorkerV2.build_adaptive_runtime_state``). A width without a graph
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ class Lanes:
             graphs = runner.decode_cuda_graph_runner
             lane.states.append(RunnerState(runner, runner.attn_backend, graphs))
         for width in self._others:
-            other = self._lane(width)
+            other, started = self._lane(width), time.perf_counter()
             # Backends and graph runners read the width from the server's resolved settings.
             with get_spec().override(speculative_num_draft_tokens=width):
                 graphs = width not in self._eager and self._room(target, f"width {width} verifies")
@@ -122,6 +123,8 @@ class Lanes:
                 if width > 1:
                     other.states.append(self._build_draft(other, draft, candidates))
             self._lanes[width] = other
+            taken = time.perf_counter() - started
+            logger.info(f"HYPERDFLASH: width {width} has its backends and graphs ({taken:.1f} s)")
 
     def _build_draft(
         self, lane: Lane, draft: Any, of_block: CandidateBuffers | None

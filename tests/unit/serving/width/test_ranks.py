@@ -52,7 +52,7 @@ def by_rows(requests: int, width: int) -> float:
     return 1 + 0.02 * requests * width + 0.1 * (width > 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("ranks", [2, 12])
 def test_all_ranks_choose_alike_and_follow_load_and_acceptance(ranks):
     """``run`` fails where two ranks differ; one of them is idle, another has most requests."""
     group = Ranks(ranks, by_rows)

@@ -233,14 +233,12 @@ def _extra_device_memory(arguments, model, draft_model, requests: int) -> dict[s
     resolved, drafter = arguments.resolved_dict(), load_draft_config(arguments)
     block = int(resolved["speculative_num_draft_tokens"])
     captured = generate_decode_cuda_graph_batch_sizes(arguments, requests)
-    # Under DP attention the ranks have different batches, and always verify whole blocks.
     dp_attention = resolved["enable_dp_attention"]
-    widths = (block,) if dp_attention else read_width(block, drafter.causal).built(block)
     shape = Shape(
         requests=requests,
         captured=captured,
         block=block,
-        widths=widths,
+        widths=read_width(block, drafter.causal).built(block),
         residual=drafter.source_width,
         vocabulary=model.vocab_size,
         candidates=drafter.candidates,
@@ -259,7 +257,7 @@ def _extra_device_memory(arguments, model, draft_model, requests: int) -> dict[s
     return {
         "draft_graph_bytes": graph_bytes(shape),
         "extra_bytes": extra_device_memory(shape),
-        "widths": widths,
+        "widths": shape.widths,
         "captured": len(captured),
     }
 

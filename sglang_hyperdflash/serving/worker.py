@@ -112,7 +112,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         settings.check_ranks_agree(from_all_ranks)
         self._overlap = not server_args.disable_overlap_schedule
         self._prefills_only = server_args.disaggregation_mode == "prefill"
-        self._width_1_allowed, ranks = not whole_blocks_only(), get_parallel().attn_dp_enabled
+        self._width_1_allowed = not width_1_impossible()
         check_processors(self._width_1_allowed, server_args.enable_custom_logit_processor)
         # Without rounds of width 1 requests end early (``dflash_seams.end_requests_early``), or the
         # round that ends one, and the one in flight, would pass its context's end.
@@ -135,7 +135,9 @@ class HyperDFlashWorker(DFlashWorkerV2):
                     f"where rounds verify {self.block} rows. Unset it, or drop the flag."
                 )
             width = WidthSetting(FULL, (self.block,))
-        alone, policy = get_parallel().tp_size == 1, RanksPolicy if ranks else None
+        alone, policy = get_parallel().tp_size == 1, None
+        if get_parallel().attn_dp_enabled:
+            policy = partial(RanksPolicy, copies=get_parallel().attn_tp_size)
         self.width_control = WidthController(width, self.block, alone, UNKNOWN + 1, policy)
         self._copy_length = 0 if self._prefills_only else settings.copy_length
         # The kind of match of each request in the rounds that the host has read.
@@ -185,7 +187,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
         return self.decode(batch, on_publish, grammar_barrier)
 
     def _idle(self, batch, on_publish, barrier) -> GenerationBatchResult:
-        """A round of a rank of attention data parallelism without requests, as wide as the others'.
+        """A round of an attention data-parallel rank without requests, as wide as the others'.
 
         Seam: ``DFlashWorkerV2.block_size``, the rows of its idle verification.
         """
@@ -417,7 +419,7 @@ class HyperDFlashWorker(DFlashWorkerV2):
 
     @property
     def primary_draft_kv_pool(self) -> None:
-        """Nothing that another node could fill: a window's slots are not the target's."""
+        """None: no draft K/V are sent; each node's window holds what it computed."""
 
     def _build_hicache_draft_plan(self) -> HiCacheDraftPlan:
         """As SGLang's for K/V in the target's slots; a window stays on the device."""
@@ -511,9 +513,10 @@ class HyperDFlashWorker(DFlashWorkerV2):
             ) from error
 
 
-def whole_blocks_only() -> bool:
-    """Whether ranks run different rounds, or one attention backend must stay.
+def width_1_impossible() -> bool:
+    """Whether no round can be narrowed to one row for one request.
 
-    Two-batch overlap wraps the target's.
+    Ranks of attention data parallelism share a width, and two-batch overlap wraps the target's only
+    attention backend.
     """
     return bool(get_parallel().attn_dp_enabled or get_exec().overlap.enable_two_batch_overlap)

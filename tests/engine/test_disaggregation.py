@@ -206,10 +206,12 @@ def right_or_failed(pair: Pair, decode: Server, prompts, expected, tokens: int, 
         return sum(not one.result() for one in asked)
 
 
-def test_full_and_killed_nodes_change_no_answer(pair, servers, own_prompts, baseline):
+def test_full_and_killed_nodes_change_no_answer(pair, servers, own_prompts, baseline, tmp_path):
     """A decode node that retracts; one killed in traffic; then the prefill node, started again."""
     expected = baseline["long"]
-    small = pair.start("decode", "--max-total-tokens", "400", name="small")
+    narrow = hyperdflash_arguments(with_window(pair.draft, tmp_path / "draft", 32))
+    few = ("--max-total-tokens", "400", "--max-running-requests", "8")
+    small = pair.start("decode", *few, *narrow, name="small")
     ask = partial(pair.ask, tokens=96)
     assert ids(greedy_all(small, own_prompts, 8, ask)) == expected
     assert retractions(small)

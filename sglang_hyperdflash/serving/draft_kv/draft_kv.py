@@ -242,9 +242,10 @@ class WindowedDraftKV(DraftKV):
         return self.window.enter(block.slots.long(), kept.flatten())
 
     def arrive(self, req: Any, prefill: bool) -> None:
-        """Forget what the slots of a request's tokens held, where they were not computed here.
+        """Forget stale slots of a request's tokens whose K/V were not computed here.
 
-        Another node's, after a hand-over or a retraction; or a cache's below the device.
+        Another node's, after a hand-over or a resumed retraction, or those restored from a cache
+        below the device.
         """
         end, count = req.kv.kv_committed_len, req.kv.kv_committed_len
         if prefill:

@@ -72,8 +72,8 @@ SERVED = {
 }
 # ``DFlashWorkerV2._maybe_merge_trained_mask_embedding`` copies it into the target.
 MASK_EMBEDDING = "mask_embedding.pt"
-# Of a drafter without a window; see ``served_window``.
-ELSEWHERE_WINDOW = 2048
+# For a drafter without a window where prompts may be computed elsewhere (``served_window``).
+IMPOSED_WINDOW = 2048
 # A drafter's folder in its target's.
 BUNDLED = "hyperdflash"
 
@@ -100,7 +100,8 @@ def validate_server_args(server_args) -> None:
             f"{ALGORITHM} does not support SGLANG_RUST_SERVER=1: its server does not refuse "
             "requests that end a scheduler, and counts no drafts. Unset the variable."
         )
-    if not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():  # of several tokenizer workers
+    if not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():
+        # Several tokenizer workers import this application.
         envs.SGLANG_HTTP_SERVER_APP_PATH.set("sglang_hyperdflash.serving.http_app:app")
     for name, reason in UNSUPPORTED.items():
         value = getattr(server_args, name)
@@ -119,8 +120,8 @@ def validate_server_args(server_args) -> None:
     settings = read_settings(config.block_size, config.causal)
     check_operator_names()
     check_recording(settings.recording, server_args, config.source)
-    exact = settings.recording or server_args.enable_deterministic_inference
-    if exact and envs.SGLANG_SIMULATE_ACC_LEN.get() > 0:
+    needs_real_answers = settings.recording or server_args.enable_deterministic_inference
+    if needs_real_answers and envs.SGLANG_SIMULATE_ACC_LEN.get() > 0:
         raise HyperDFlashConfigError(
             f"SGLANG_SIMULATE_ACC_LEN makes answers up, which {ALGORITHM} neither records nor "
             "calls deterministic. Unset it, or HYPERDFLASH_RECORD, or drop "
@@ -175,11 +176,13 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
     """Read the draft's config from its folder or hub id; no remote code, safetensors only."""
     path = server_args.speculative_draft_model_path
     if not path:
-        path = bundled_draft(server_args.model_path, server_args.revision)
+        target = server_args.model_path, server_args.revision, server_args.download_dir
+        path = bundled_draft(*target)
         if path is None:
             raise HyperDFlashConfigError(
                 f"{ALGORITHM} needs --speculative-draft-model-path: a folder or hub id of a "
-                f"HyperDFlash draft checkpoint. The target has no folder {BUNDLED}/ with one."
+                f"HyperDFlash draft checkpoint. None was found in {BUNDLED}/ of the target, or the "
+                "hub could not be reached."
             )
         server_args.speculative_draft_model_path = path
     folder = Path(path)
@@ -198,7 +201,9 @@ def load_draft_config(server_args) -> HyperDFlashConfig:
     return parse_config(config.to_dict())
 
 
-def bundled_draft(model_path: str, revision: str | None) -> str | None:
+def bundled_draft(
+    model_path: str, revision: str | None, cache_dir: str | None = None
+) -> str | None:
     """The drafter in the target's own folder or repository, as SGLang's DSPARK looks for its own.
 
     Source: ``speculative_hook._target_checkpoint_dspark_subfolder``.
@@ -208,7 +213,7 @@ def bundled_draft(model_path: str, revision: str | None) -> str | None:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        wanted = {"revision": revision, "allow_patterns": f"{BUNDLED}/*"}
+        wanted = {"revision": revision, "cache_dir": cache_dir, "allow_patterns": f"{BUNDLED}/*"}
         try:
             folder = Path(snapshot_download(model_path, **wanted))
         except (OSError, HfHubHTTPError, HFValidationError):  # no such repository, or no network
@@ -263,7 +268,7 @@ def served_window(server_args, config: HyperDFlashConfig) -> int | None:
         or server_args.hicache_storage_backend
         or server_args.enable_unified_cache_external_linker
     )
-    return config.window or (ELSEWHERE_WINDOW if elsewhere else None)
+    return config.window or (IMPOSED_WINDOW if elsewhere else None)
 
 
 def _check_window() -> None:

@@ -47,11 +47,11 @@ def check_processors(width_1_allowed: bool, enabled: bool) -> None:
     """Custom logit processors need rounds of width 1.
 
     Raises:
-        HyperDFlashConfigError: they are enabled on a server that verifies whole blocks only.
+        HyperDFlashConfigError: they are enabled where no round can be narrowed to one row.
     """
     if enabled and not width_1_allowed:
         raise HyperDFlashConfigError(
             "--enable-custom-logit-processor: expected a server that can verify one row per "
-            "request; found attention data parallelism or two-batch "
-            "overlap, where only whole blocks are verified. Drop the flag."
+            "request; found attention data parallelism or two-batch overlap, where no round can be "
+            "narrowed for one request. Drop the flag."
         )

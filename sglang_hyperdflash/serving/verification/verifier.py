@@ -61,7 +61,8 @@ class Verifier:
     """Verifies one round at a time.
 
     Attributes:
-        simulated: tokens of every round, for timing without a trained drafter; none if negative.
+        simulated: tokens of every round, to time a server without a trained drafter; off at 0 or
+            below.
     """
 
     simulated = -1.0
@@ -77,7 +78,7 @@ class Verifier:
         """The target's pass over the block; the batch's host lengths are left alone.
 
         Seam: the verify step of ``DFlashWorkerV2.forward_batch_generation``. With attention data
-        parallelism an idle or prefilling rank runs eagerly, so all of them do.
+        parallelism an idle rank runs eagerly, so all of them do.
         """
         target, data_parallel = self.runners.target_worker, get_parallel().attn_dp_enabled
         verify = DFlashVerifyInput(
@@ -98,7 +99,7 @@ class Verifier:
         batch.seq_lens_cpu, batch.seq_lens_sum = lengths
         if data_parallel:
             counts = forward_batch.original_global_num_tokens_cpu
-            if batch.is_extend_in_batch or (counts is not None and min(counts) == 0):
+            if counts is not None and min(counts) == 0:
                 forward_batch.can_run_decode_cuda_graph = False
         return target.forward_batch_generation(
             batch=None,
@@ -176,7 +177,10 @@ class Verifier:
         return unpack(self.runners.tp_sync.sync(site, packed), *block.tokens.shape)
 
     def _simulate(self, committed: Committed, block: Block, row_tokens: torch.Tensor) -> None:
-        """Commit as many tokens as ``SGLANG_SIMULATE_ACC_LEN`` asks for, at most the width."""
+        """Commit as many tokens as ``SGLANG_SIMULATE_ACC_LEN`` asks for, from 1 to the width.
+
+        With real draft tokens, the bonus of an unseeded sampled request is 0.
+        """
         apply_dflash_simulated_acceptance(
             candidates=block.tokens,
             target_predict=row_tokens.view(block.tokens.shape).clamp(max=self.vocabulary - 1),

@@ -1,9 +1,9 @@
 """One width for all ranks of attention data parallelism, each of which has requests of its own.
 
-Their experts' collectives make them run every round together, idle ranks too, so a round has one
-width. What it depends on is known alike: every ``EVERY`` rounds each rank tells the others how many
-requests it had and how its drafts were accepted. The exchange begins in one round and is read
-``EVERY`` rounds later: nobody waits for it.
+Expert layers' collectives force all ranks, idle ones included, through every round together, so a
+round has one width. Every rank must compute it from the same numbers: every ``EVERY`` rounds each
+sends how many requests it had and how its drafts were accepted. An exchange is read ``EVERY``
+rounds after it began, so it has normally finished by then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Exchange = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def exchange(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Send a rank's ``numbers [n]``; the function returned waits for all ranks', ``[ranks, n]``.
+    """Send this rank's ``numbers [n]``; the returned function waits for all ``[ranks, n]``.
 
     Seam: the tensor-parallel group of CPU tensors, on which ranks enqueue in the same order.
     """
@@ -39,15 +39,16 @@ def exchange(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
 class RanksPolicy(WidthPolicy):
     """A width policy whose decisions are the same on every rank.
 
-    Costs are those of the rank with the most requests, for which the others wait.
+    Costs are those of the rank with the most requests, for which the others wait. Requests form one
+    class; costs are those of greedy rounds, and the host's time is left out.
 
     Args:
-        widths: ascending.
+        widths: ascending. copies: ranks that have the same requests: those of an attention group.
     """
 
-    def __init__(self, widths: Sequence[int], send: Exchange = exchange) -> None:
+    def __init__(self, widths: Sequence[int], send: Exchange = exchange, copies: int = 1) -> None:
         super().__init__(widths)
-        self._send, self._rounds = send, 0
+        self._send, self._rounds, self._copies = send, 0, copies
 
     def forget(self) -> None:
         super().forget()
@@ -57,7 +58,7 @@ class RanksPolicy(WidthPolicy):
         self._seconds_now: dict[int, float] = {}
 
     def next(self, *counts: int) -> int:
-        """The width of the next round, which every rank asks for, of its requests by class."""
+        """The next round's width; every rank calls this once a round, with its own requests."""
         if self.costs is None:
             return self.width
         self._seen[0] += sum(counts)
@@ -72,7 +73,7 @@ class RanksPolicy(WidthPolicy):
 
     def _learn(self, ranks: torch.Tensor) -> None:
         busiest = math.ceil(float(ranks[:, 0].max()) / EVERY)
-        requests, *counts = ranks.sum(0).tolist()
+        requests, *counts = (ranks.sum(0) / self._copies).tolist()
         if not busiest:
             return
         keep, drafts = 0.5 ** (requests / HALF_LIFE), self.widths[-1] - 1
@@ -82,11 +83,12 @@ class RanksPolicy(WidthPolicy):
         ):
             old[:] = [keep * a + b for a, b in zip(old, new, strict=True)]
         self._seconds_now, tokens = self.costs.of(busiest, False), self.classes[0].expected()
-        self.rates = {w: requests * tokens[w - 1] / self._seconds_now[w] for w in self.widths}
+        at_once = requests / EVERY
+        self.rates = {w: at_once * tokens[w - 1] / self._seconds_now[w] for w in self.widths}
         self.width = best_width(self.rates, self.width)
 
     def observe(self, width: int, *accepted: Sequence[int], best: int | None = None) -> None:
-        """Count a round of this rank, for the next exchange; ``best`` decides nothing here."""
+        """Count a round of this rank for the next exchange; no rank repeats a probe early."""
         drafts = self.widths[-1] - 1
         for k in range(width - 1):
             self._seen[1 + k] += sum(n >= k for each in accepted for n in each)

@@ -58,12 +58,12 @@ def test_a_target_that_carries_dspark_is_compared_with_it(tmp_path):
     assert (rows[1]["widths"], rows[1]["captured"]) == ([1, 7], 51)
 
 
-def test_a_rival_that_does_not_start_is_listed_and_separate_ranks_verify_whole_blocks(tmp_path):
+def test_a_rival_that_does_not_start_is_listed_beside_separate_ranks(tmp_path):
     shape = FLASH | DSPARK | {"dspark_markov_rank": 0}
     rows = planned(tmp_path, shape, "--tp", "2", "--dp-attention")
     assert "markov_rank" in rows[3]["reason"]
     assert rows[2]["tokens"] > rows[1]["tokens"] > 0
-    assert rows[1]["widths"] == [7]
+    assert rows[1]["widths"] == [1, 7]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from sglang_hyperdflash.serving import worker as worker_module
 from sglang_hyperdflash.serving.settings import WIDTHS, read_width
 from sglang_hyperdflash.serving.width import lanes as lanes_module
 from sglang_hyperdflash.serving.width.lanes import Lanes
-from sglang_hyperdflash.serving.worker import whole_blocks_only
+from sglang_hyperdflash.serving.worker import width_1_impossible
 
 BLOCK = 7
 
@@ -146,10 +146,10 @@ def test_widths_that_are_planned_are_those_that_are_built(runners, text):
 
 
 @pytest.mark.parametrize("which", ["none", "attention", "overlap"])
-def test_what_keeps_every_round_at_the_block(monkeypatch, which):
+def test_what_keeps_rounds_from_one_row(monkeypatch, which):
     attention = SimpleNamespace(attn_dp_enabled=which == "attention")
     overlap = SimpleNamespace(overlap=SimpleNamespace(enable_two_batch_overlap=which == "overlap"))
     monkeypatch.setattr(worker_module, "get_parallel", lambda: attention)
     monkeypatch.setattr(worker_module, "get_exec", lambda: overlap)
-    assert whole_blocks_only() == (which != "none")
+    assert width_1_impossible() == (which != "none")
     assert "enable_two_batch_overlap" in field_names(ServerArgs)

@@ -135,7 +135,7 @@ def test_a_window_where_others_compute_prompts(arguments, name, value):
     config = checks.load_draft_config(arguments)
     assert checks.served_window(arguments, config) is None
     setattr(arguments, name, value)
-    assert checks.served_window(arguments, config) == checks.ELSEWHERE_WINDOW
+    assert checks.served_window(arguments, config) == checks.IMPOSED_WINDOW
     assert checks.served_window(arguments, replace(config, window=64)) == 64
     checks.validate_server_args(arguments)
 

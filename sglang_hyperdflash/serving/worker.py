@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, compute_position
 from sglang.srt.runtime_context import get_exec, get_parallel
@@ -134,6 +135,8 @@ class HyperDFlashWorker(DFlashWorkerV2):
                     f"{WIDTH}={width.widths[0]} does not work with --enable-two-batch-overlap, "
                     f"where rounds verify {self.block} rows. Unset it, or drop the flag."
                 )
+            width = WidthSetting(FULL, (self.block,))
+        if ranks_may_part() and width.mode != FULL:
             width = WidthSetting(FULL, (self.block,))
         alone, policy = get_parallel().tp_size == 1, None
         if get_parallel().attn_dp_enabled:
@@ -511,6 +514,13 @@ class HyperDFlashWorker(DFlashWorkerV2):
                 f"verifying {requests} sampled requests at once needs more GPU memory than is "
                 "left. Lower --max-running-requests or --mem-fraction-static."
             ) from error
+
+
+def ranks_may_part() -> bool:
+    """Whether ranks of attention data parallelism may not run the same rounds, or come and go."""
+    unheard = envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get()
+    parts = unheard or get_exec().moe.elastic_ep_backend is not None
+    return get_parallel().attn_dp_enabled and parts
 
 
 def width_1_impossible() -> bool:

@@ -211,6 +211,7 @@ def test_full_and_killed_nodes_change_no_answer(pair, servers, own_prompts, base
     expected = baseline["long"]
     narrow = hyperdflash_arguments(with_window(pair.draft, tmp_path / "draft", 32))
     few = ("--max-total-tokens", "400", "--max-running-requests", "8")
+    few += ("--num-reserved-decode-tokens", "16")
     small = pair.start("decode", *few, *narrow, name="small")
     ask = partial(pair.ask, tokens=96)
     assert ids(greedy_all(small, own_prompts, 8, ask)) == expected

@@ -75,7 +75,8 @@ def check_window_attention(window: int | None, backend: str) -> None:
     """
     if window is not None and backend not in TOKEN_BACKENDS:
         raise HyperDFlashConfigError(
-            f"a windowed drafter needs draft attention that reads single K/V slots "
+            f"a windowed drafter, and any on a prefill or decode node or with a cache's storage, "
+            "needs draft attention that reads single K/V slots "
             f"({', '.join(TOKEN_BACKENDS)}); speculative_draft_attention_backend={backend} reads "
             "whole pages. Drop the flag, or pass --speculative-draft-attention-backend triton."
         )

@@ -177,8 +177,10 @@ class WindowedDraftKV(DraftKV):
             device=runners.device,
         )
         pages = -(-self.window.size // page)
-        # A row of W tokens and the block, not one of the context's length.
-        rows = ReqToTokenPool(size, window + block, runners.device, False)
+        # A row of W tokens and the block, not one of the context's length; a decode node has more
+        # rows than requests that run.
+        count = len(req_to_token_pool.req_to_token) - 1
+        rows = ReqToTokenPool(count, window + block, runners.device, False)
         super().allocate(
             dataclasses.replace(config, max_total_num_tokens=pages * page), rows, allocator
         )

@@ -100,7 +100,7 @@ def validate_server_args(server_args) -> None:
             f"{ALGORITHM} does not support SGLANG_RUST_SERVER=1: its server does not refuse "
             "requests that end a scheduler, and counts no drafts. Unset the variable."
         )
-    if not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():
+    if "sglang.srt." in envs.SGLANG_HTTP_SERVER_APP_PATH.get():
         # Several tokenizer workers import this application.
         envs.SGLANG_HTTP_SERVER_APP_PATH.set("sglang_hyperdflash.serving.http_app:app")
     for name, reason in UNSUPPORTED.items():

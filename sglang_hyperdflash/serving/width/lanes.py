@@ -156,6 +156,7 @@ class Lanes:
         free = runners.tp_sync.available_memory_gb(
             SpecTpSyncSite.DFLASH_MEM, runners.device, runners.gpu_id, group=group
         )
+        free = min(from_all_ranks(free))  # SGLang's is each rank's own with attention TP 1
         if free >= LEAST_FREE + taken:
             return True
         logger.warning(

@@ -51,29 +51,42 @@ class RanksPolicy(WidthPolicy):
         self._send, self._rounds, self._copies = send, 0, copies
 
     def forget(self) -> None:
-        super().forget()
-        # Requests, then trials and successes of each draft, since the last exchange.
-        self._seen = torch.zeros(1 + 2 * (self.widths[-1] - 1), dtype=torch.float64)
-        self._received: Callable[[], torch.Tensor] | None = None
-        self._seconds_now: dict[int, float] = {}
+        """Another drafter drafts from now on: all ranks forget when they have heard it of one."""
+        first = not hasattr(self, "_received")
+        if first:
+            super().forget()
+            self._received: Callable[[], torch.Tensor] | None = None
+            self._seconds_now: dict[int, float] = {}
+        self._clear()
+        self._replaced = float(not first)
+
+    def _clear(self) -> None:
+        """What is sent next: requests, whether the drafter was replaced, each draft's counts."""
+        drafts = self.widths[-1] - 1
+        self._requests, self._replaced = 0, 0.0
+        self._trials, self._successes = [0] * drafts, [0] * drafts
 
     def next(self, *counts: int) -> int:
         """The next round's width; every rank calls this once a round, with its own requests."""
         if self.costs is None:
             return self.width
-        self._seen[0] += sum(counts)
+        self._requests += sum(counts)
         self._rounds += 1
         if self._rounds % EVERY == 0:
             if self._received is not None:
                 self._learn(self._received())
-            self._received = self._send(self._seen.clone())
-            self._seen.zero_()
+            numbers = [self._requests, self._replaced, *self._trials, *self._successes]
+            self._received = self._send(torch.tensor(numbers, dtype=torch.float64))
+            self._clear()
         self._since_probe += 1
         return (self._seconds_now and self._probe(self._seconds_now)) or self.width
 
     def _learn(self, ranks: torch.Tensor) -> None:
         busiest = math.ceil(float(ranks[:, 0].max()) / EVERY)
-        requests, *counts = (ranks.sum(0) / self._copies).tolist()
+        requests, replaced, *counts = (ranks.sum(0) / self._copies).tolist()
+        if replaced:
+            super().forget()
+            return
         if not busiest:
             return
         keep, drafts = 0.5 ** (requests / HALF_LIFE), self.widths[-1] - 1
@@ -89,7 +102,12 @@ class RanksPolicy(WidthPolicy):
 
     def observe(self, width: int, *accepted: Sequence[int], best: int | None = None) -> None:
         """Count a round of this rank for the next exchange; no rank repeats a probe early."""
-        drafts = self.widths[-1] - 1
+        ended = [0] * width
+        for each in accepted:
+            for drafts in each:
+                ended[drafts] += 1
+        reached = sum(ended)
         for k in range(width - 1):
-            self._seen[1 + k] += sum(n >= k for each in accepted for n in each)
-            self._seen[1 + drafts + k] += sum(n > k for each in accepted for n in each)
+            self._trials[k] += reached
+            reached -= ended[k]
+            self._successes[k] += reached

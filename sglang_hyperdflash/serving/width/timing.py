@@ -15,6 +15,7 @@ from copy import copy
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
@@ -67,7 +68,10 @@ def time_rounds(
     runner, widths = runners.target, controller.setting.widths
     costs, spent, before = CostTable(widths), 0.0, 0.0
     in_a_row = 1 if runners.device == "cpu" else IN_A_ROW
-    for requests in sizes_up_to(int(runner.max_running_requests)):
+    most = int(runner.max_running_requests)
+    if not get_moe_a2a_backend().is_none():  # dispatch buffers hold the captured batches
+        most = min(most, getattr(runner.decode_cuda_graph_runner, "max_bs", 1))
+    for requests in sizes_up_to(most):
         row = []
         for sampled in (False, True):
             batch = made_up_batch(runner, requests, sampled)

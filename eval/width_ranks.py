@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from docs.figures.draw import pooled
+from eval.aggregate import pooled_positions, select
 from sglang_hyperdflash.serving.width.policy import CostTable
 from sglang_hyperdflash.serving.width.ranks import RanksPolicy
 from sglang_hyperdflash.tools.atomic import write_json
@@ -31,6 +31,7 @@ VERIFY_MS = {
 }
 DRAFT_MS = {1: 0.88, 2: 0.92, 4: 1.0, 8: 1.07, 16: 1.32, 32: 1.61, 64: 2.27, 128: 3.14, 256: 5.38}
 WIDTHS, ROUNDS = (1, 2, 4, 7), 1500
+IN_DISTRIBUTION = ("chat", "code", "math")
 RANKS, LOADS = (8, 64), (1, 4, 16, 64, 128)
 
 
@@ -53,11 +54,9 @@ def loads(ranks: int, mean: int, rng: random.Random) -> list[list[int]]:
     return rounds
 
 
-def run(rounds: list[list[int]], accepted: list[float], rng: random.Random) -> list[int]:
-    """Widths that all ranks choose; an error if two differ."""
-    costs, sent = CostTable(WIDTHS), [[] for _ in rounds[0]]
-    for requests in (1, 4, 16, 64, 256):
-        costs.add(requests, [seconds(requests, w) for w in WIDTHS] * 2)
+def connected(ranks: int, costs: CostTable) -> list[RanksPolicy]:
+    """The policies of so many ranks, which exchange their numbers within this process."""
+    sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
 
     def sender(own: list[torch.Tensor]) -> Any:
         def send(numbers: torch.Tensor) -> Any:
@@ -67,9 +66,18 @@ def run(rounds: list[list[int]], accepted: list[float], rng: random.Random) -> l
 
         return send
 
-    policies, chosen = [RanksPolicy(WIDTHS, sender(own)) for own in sent], []
+    policies = [RanksPolicy(costs.widths, sender(own)) for own in sent]
     for policy in policies:
         policy.costs = costs
+    return policies
+
+
+def run(rounds: list[list[int]], accepted: list[float], rng: random.Random) -> list[int]:
+    """Widths that all ranks choose; an error if two differ."""
+    costs, chosen = CostTable(WIDTHS), []
+    for requests in (1, 4, 16, 64, 256):
+        costs.add(requests, [seconds(requests, w) for w in WIDTHS] * 2)
+    policies = connected(len(rounds[0]), costs)
     for counts in rounds:
         (width,) = {policy.next(n) for policy, n in zip(policies, counts, strict=True)}
         chosen.append(width)
@@ -87,9 +95,12 @@ def _stops(survives: list[float], width: int) -> list[float]:
 
 def main() -> None:
     tiny = json.loads((RESULTS / "tiny" / "results.json").read_text())
-    measured = (tiny, "hyperdflash2"), (1, "position_acceptance")
-    rows = [pooled(*measured[0], known, *measured[1]) for known in (True, False)]
-    survives, cells = [sum(pair) / 2 for pair in zip(*rows, strict=True)], []
+    rows, cells = select(tiny["rows"], {"temperature": 1}, "hyperdflash2"), []
+    kinds = [
+        pooled_positions([row for row in rows if (row["benchmark"] in IN_DISTRIBUTION) == known])
+        for known in (True, False)
+    ]
+    survives = [sum(pair) / 2 for pair in zip(*kinds, strict=True)]
     tokens = dict(enumerate(accumulate([1.0, *survives]), 1))
     for ranks in RANKS:
         for mean in LOADS:

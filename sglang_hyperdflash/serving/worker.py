@@ -128,16 +128,14 @@ class HyperDFlashWorker(DFlashWorkerV2):
         self.draft_step = DraftStep(runners, settings.draft_temperature)
         self.verifier = Verifier(runners)
         prefill.install(prefill.PrefillSampler(runners.target, self.request_state, self.verifier))
-        width = settings.width
-        if get_exec().overlap.enable_two_batch_overlap:
-            if width.mode == FULL and width.widths != (self.block,):
-                raise HyperDFlashConfigError(
-                    f"{WIDTH}={width.widths[0]} does not work with --enable-two-batch-overlap, "
-                    f"where rounds verify {self.block} rows. Unset it, or drop the flag."
-                )
+        width, wrapped = settings.width, get_exec().overlap.enable_two_batch_overlap
+        if width.mode != FULL and (wrapped or ranks_may_part()):
             width = WidthSetting(FULL, (self.block,))
-        if ranks_may_part() and width.mode != FULL:
-            width = WidthSetting(FULL, (self.block,))
+        if wrapped and width.widths != (self.block,):
+            raise HyperDFlashConfigError(
+                f"{WIDTH}={width.widths[0]} does not work with --enable-two-batch-overlap, "
+                f"where rounds verify {self.block} rows. Unset it, or drop the flag."
+            )
         alone, policy = get_parallel().tp_size == 1, None
         if get_parallel().attn_dp_enabled:
             policy = partial(RanksPolicy, copies=get_parallel().attn_tp_size)

@@ -128,10 +128,10 @@ def test_seeded_penalised_answers_are_the_baselines(pair, own_prompts, baseline)
     """The decode node counts the token that the prefill node drew, and goes on with its noise."""
     every = payloads("penalties", own_prompts)
     with ThreadPoolExecutor(3) as pool:
-        found = pool.map(
+        answers = pool.map(
             lambda p: pair.ask(pair.decode, p["input_ids"], **p["sampling_params"]), every
         )
-        assert ids(found) == [choices[0]["ids"] for choices in baseline["penalties"]]
+        assert ids(answers) == [choices[0]["ids"] for choices in baseline["penalties"]]
 
 
 def rounds(answer: dict) -> list[int]:

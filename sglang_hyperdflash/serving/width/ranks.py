@@ -48,17 +48,16 @@ class RanksPolicy(WidthPolicy):
 
     def __init__(self, widths: Sequence[int], send: Exchange = exchange, copies: int = 1) -> None:
         super().__init__(widths)
+        super().forget()
+        self._clear()
         self._send, self._rounds, self._copies = send, 0, copies
+        self._received: Callable[[], torch.Tensor] | None = None
+        self._seconds_now: dict[int, float] = {}
 
     def forget(self) -> None:
         """Another drafter drafts from now on: all ranks forget when they have heard it of one."""
-        first = not hasattr(self, "_received")
-        if first:
-            super().forget()
-            self._received: Callable[[], torch.Tensor] | None = None
-            self._seconds_now: dict[int, float] = {}
         self._clear()
-        self._replaced = float(not first)
+        self._replaced = 1.0
 
     def _clear(self) -> None:
         """What is sent next: requests, whether the drafter was replaced, each draft's counts."""

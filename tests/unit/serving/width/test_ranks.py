@@ -3,10 +3,10 @@
 import random
 
 import pytest
-import torch
 
+from eval.width_ranks import connected
 from sglang_hyperdflash.serving.width.policy import CostTable
-from sglang_hyperdflash.serving.width.ranks import EVERY, RanksPolicy
+from sglang_hyperdflash.serving.width.ranks import EVERY
 
 WIDTHS = (1, 2, 4, 7)
 
@@ -15,22 +15,10 @@ class Ranks:
     """Policies of several ranks, which run every round together; an exchange ends in any order."""
 
     def __init__(self, ranks: int, seconds) -> None:
-        self.sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
-        self.policies = [RanksPolicy(WIDTHS, self.sender(rank)) for rank in range(ranks)]
         costs = CostTable(WIDTHS)
         for size in (1, 16, 256):
             costs.add(size, [seconds(size, w) for w in WIDTHS] * 2)
-        for policy in self.policies:
-            policy.costs = costs
-        self.draw = random.Random(0)
-
-    def sender(self, rank: int):
-        def send(numbers: torch.Tensor):
-            self.sent[rank].append(numbers)
-            number = len(self.sent[rank]) - 1
-            return lambda: torch.stack([each[number] for each in self.sent])
-
-        return send
+        self.policies, self.draw = connected(ranks, costs), random.Random(0)
 
     def run(self, requests: list[int], acceptance: float, rounds: int) -> list[int]:
         """Widths of so many rounds, of each rank's requests."""

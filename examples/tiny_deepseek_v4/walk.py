@@ -38,8 +38,8 @@ from exchanges import generate
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.provenance import CHECKOUT, provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
+from sglang_hyperdflash.training.checkpoints import read_state, saved_states, step_of
 from sglang_hyperdflash.training.store.manifest import Manifest, read_shards
-from sglang_hyperdflash.training.trainer import read_state, saved_states
 
 HERE = Path(__file__).resolve().parent
 # V4's added tokens, and whose rows of the embedding and the LM head they share.
@@ -253,14 +253,15 @@ def train(walk: Walk) -> None:
 
     walk.run("train, two processes", *command("two", 2))
     walk.together({"train, one of two killed": command("killed", 2)}, kill)
-    kill_step = read_state(states("killed")[-1])["state"]["step"]
+    kill_step = step_of(states("killed")[-1])
     walk.run("train, two again", *command("killed", 2))
     walk.run("train, one process", *command("one", 1))
     files = [walk.folder / f"drafter_{name}" / "model.safetensors" for name in ("two", "killed")]
-    parallel, single = (read_state(states(name)[-1]) for name in ("two", "one"))
+    (parallel, weights), (single, other) = (
+        read_state(states(name)[-1], begin="drafter.") for name in ("two", "one")
+    )
     tensor_gaps = [
-        ((a - single["drafter"][name]).norm() / a.norm().clamp_min(1e-12)).item()
-        for name, a in parallel["drafter"].items()
+        ((a - other[name]).norm() / a.norm().clamp_min(1e-12)).item() for name, a in weights.items()
     ]
     losses = [[record["loss"] for record in state["records"]] for state in (parallel, single)]
     loss_gaps = [abs(a - b) / a for a, b in zip(*losses, strict=True)]

@@ -109,7 +109,7 @@ def stage_cost(
         raise HyperDFlashConfigError(
             "plan --training counts stages of epochs or steps; found minutes, which are the cost."
         )
-    steps = stage.resolve(conversations, objective).steps
+    steps = stage.resolve([conversations], objective).steps
     lengths = args.tokens, args.answer_tokens
     operations = sample_operations(raw, objective, stage.anchors, *lengths)
     tokens = conversations * args.tokens

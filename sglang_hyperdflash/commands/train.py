@@ -25,6 +25,7 @@ from sglang_hyperdflash.tools.atomic import replacing, write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
 from sglang_hyperdflash.training.cached import cached
+from sglang_hyperdflash.training.checkpoints import saved_states
 from sglang_hyperdflash.training.conversations import Loaded, load_samples
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
@@ -37,7 +38,7 @@ from sglang_hyperdflash.training.rows import LeftOut
 from sglang_hyperdflash.training.samples import OnlineFeatures, Source
 from sglang_hyperdflash.training.store.manifest import content_hash
 from sglang_hyperdflash.training.store.reader import StoreReader
-from sglang_hyperdflash.training.trainer import Trainer, read_state, saved_states
+from sglang_hyperdflash.training.trainer import Trainer, best_weights
 
 KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
 PORTABLE = "PortableDeepSeekV4ForCausalLM"
@@ -143,7 +144,7 @@ def train(
 
     def source(files: tuple[str, ...], title: str) -> Source:
         if schedule.features == "captured":
-            store = StoreReader(files[0])
+            store = StoreReader(files, window=drafter.config.window)
             check_store(store, drafter.config, target.final.norm)
             return store
         say(f"{title}: {loaded[files]}")
@@ -163,7 +164,7 @@ def train(
         drafter = Drafter.load(best).to(device)
         if number > 1:
             world.on_main(partial(continue_from, drafter, work / f"stage-{number - 1}"))
-        recipes.append(stage.resolve(len(features.samples), schedule.objective))
+        recipes.append(stage.resolve(features.counts, schedule.objective))
         trainer = Trainer(drafter, target, features, held_out, recipes[-1], folder, world)
         check_next_stage(trainer, work, number)
         if trainer.state["step"]:
@@ -193,7 +194,7 @@ def continue_from(drafter: Drafter, stage: Path) -> None:
 
     Only the main process does this: the trainer gives its weights to all processes.
     """
-    drafter.load_state_dict(read_state(saved_states(stage)[-1])["best"]["weights"])
+    drafter.load_state_dict(best_weights(stage))
 
 
 def check_next_stage(trainer: Trainer, work: Path, number: int) -> None:

@@ -181,7 +181,12 @@ class TargetFiles:
         return {_plain(name): (name, file) for name, file in files.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor in fp32, by its name in the core's scheme (``norm``, ``hc_head_fn``).
+        """Read one tensor in fp32; see :meth:`stored_tensor`."""
+        return self.stored_tensor(name).float()
+
+    def stored_tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor as it is stored, by its name in the core's scheme (``norm``,
+        ``hc_head_fn``).
 
         Raises:
             HyperDFlashConfigError: the tensor is missing, not in fp32, fp16 or bf16, or its file is
@@ -191,10 +196,10 @@ class TargetFiles:
             raise HyperDFlashConfigError(f"target {self.name} has no tensor for {name}.")
         source, file = self._places[name]
         if self.is_hub and (small := self._hub_tensor(file, source)) is not None:
-            return small.float()
+            return small
         with self._opened(file) as opened:
             _check_dtype(file, source, opened.get_slice(source).get_dtype())
-            return opened.get_tensor(source).float()
+            return opened.get_tensor(source)
 
     @contextmanager
     def _opened(self, file: str) -> Iterator[safe_open]:

@@ -51,6 +51,10 @@ class Chosen(InMemory):
         self._source, self._indices = source, indices
         super().__init__([source.samples[i] for i in indices])
 
+    def prefetch(self, indices: list[int]) -> None:
+        """See :class:`~sglang_hyperdflash.training.samples.Source`."""
+        self._source.prefetch([self._indices[i] for i in indices])
+
     def states(self, indices: list[int]) -> States:
         """See :class:`~sglang_hyperdflash.training.samples.Source`."""
         return self._source.states([self._indices[i] for i in indices])
@@ -109,8 +113,8 @@ def compare(
     said = torch.zeros(len(indices))
     for i in range(world.rank, len(indices), world.size):
         said[i] = float(_is_likely(candidate, chosen, i))
-    said = world.sum(said.to(candidate.mask_embedding.device)).cpu() > 0
-    found = [replay.histograms(chosen, world=world)[said] for replay in (candidate, served)]
+    said = world.sum(said) > 0
+    found = [replay.measure(chosen, world=world)[0][said] for replay in (candidate, served)]
     return Comparison.of(*found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 import time
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +23,7 @@ from sglang_hyperdflash.training.recipe import Policy, Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import generator_seed
 from sglang_hyperdflash.training.store.stream import StreamReader
-from sglang_hyperdflash.training.trainer import Trainer, saved_states
+from sglang_hyperdflash.training.trainer import Report, Trainer
 
 # Steps that the average of weights reaches back.
 MEMORY = 500
@@ -52,6 +51,10 @@ class Draws:
         self.batch_size, self.seed = batch, seed
         self.newest, self.older = by_age(stream, ~stream.held_out, policy.newest)
         self._window = cache(self._drawn_for)
+
+    def known(self, step: int) -> bool:
+        """Whether the samples of a step are there already."""
+        return True
 
     def batch(self, step: int) -> list[int]:
         """Indices of the global batch of a step."""
@@ -116,29 +119,31 @@ class Learner(Trainer):
         self._draw()
 
     def _draw(self) -> None:
+        self._shares.cache_clear()
         self.passes = Draws(self.train, self.policy, self.recipe.batch, self.recipe.seed)
 
     def progress(self) -> float:
         """0: there is no end, and so no decay of the learning rate."""
         return 0.0
 
-    def _begin(self, out: Path) -> None:
+    def run(self, out: Path, display=None) -> None:
+        """See :meth:`Trainer.run`."""
         # Where a run goes on that is killed between its first version and its first checkpoint.
-        if not saved_states(self.folder):
+        if not self.checkpoints.saved:
             self._save_state()
+            self.checkpoints.wait()
+        super().run(out, display)
 
-    def step(self) -> dict[str, Any]:
+    def step(self) -> Report | None:
         """See :meth:`Trainer.step`."""
         report = super().step()
-        self.average.update_parameters(self.drafter)
+        if report is not None:
+            self.average.update_parameters(self.drafter)
         return report
 
-    def _content(self) -> dict[str, Any]:
-        return super()._content() | {"average": self.average.state_dict()}
-
-    def _restore(self, saved: dict[str, Any]) -> None:
-        super()._restore(saved)
-        self.average.load_state_dict(saved["average"])
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        average = {f"average.{name}": x for name, x in self.average.state_dict().items()}
+        return super()._tensors() | average
 
     def measured(self) -> dict[str, float]:
         """tau of the candidate and of the served drafter, that one's version, stored samples."""
@@ -147,14 +152,11 @@ class Learner(Trainer):
         return {name: last[name] for name in shown if last.get(name) is not None}
 
     def after_checkpoint(self) -> None:
-        """Look at the store again; wait for new samples where the old ones were drawn enough.
-
-        Raises:
-            SystemExit: of code 143, after a SIGTERM.
-        """
+        """Look at the store again; wait for new samples where the old ones were drawn enough."""
         while not self._refresh():
-            if self.world.from_main(lambda: self.asked_to_stop):
-                raise SystemExit(128 + signal.SIGTERM)  # the state was just saved
+            self._agreed()
+            if self.stopping:
+                return  # the state was just saved
             time.sleep(POLL)
 
     def _refresh(self) -> bool:
@@ -196,18 +198,23 @@ class Learner(Trainer):
 
     def _not_finite(self, what: str) -> FloatingPointError:
         return FloatingPointError(
-            f"the {what} at step {self.state['step']}. Run the same command with a lower --lr, now "
+            f"the {what}. Run the same command with a lower --lr, now "
             f"{self.recipe.lr:g}, to go on from the last checkpoint."
         )
 
     def _checkpoint(self, out: Path, record: dict[str, Any]) -> None:
-        served = self.drafter.served_tensors(self.average.module.state_dict())
-        if record["better"]:
+        def publish_better() -> int | None:
+            served = self.drafter.served_tensors(self.average.module.state_dict())
+            if not record["better"]:
+                return None
             write_drafter(self.folder / "candidate", self.drafter.raw, served)
-            record |= {"published": publish(out, self.folder / "candidate")}
+            return publish(out, self.folder / "candidate")
+
+        number = self.world.from_main(publish_better)
+        record |= {} if number is None else {"published": number}
         self.records.append(record)
-        self._save_state()
-        self._write_log()
+        records = list(self.records)
+        self._save_state(lambda: self._write_log(records))
         self.say(verdict(record))
 
 

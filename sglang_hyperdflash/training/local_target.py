@@ -125,8 +125,8 @@ class LocalTarget(nn.Module):
 
 
 class BorrowedTarget(nn.Module):
-    """``embed_tokens``, ``lm_head`` and the collapse of a target whose states are on disk, fp32,
-    frozen: about 1 GB of a checkpoint that no trainer could load (DeepSeek-V4-Flash).
+    """``embed_tokens``, ``lm_head`` and the collapse of a target whose states are on disk, frozen,
+    in the checkpoint's dtype: 2.1 GB of one that no trainer could load (DeepSeek-V4-Flash).
 
     Raises:
         HyperDFlashConfigError: a tensor is missing or does not fit the target's config.
@@ -136,9 +136,9 @@ class BorrowedTarget(nn.Module):
         super().__init__()
         facts = TargetFacts.from_config(files.config())
         shape = (facts.vocab_size, facts.hidden_size)
-        embedding = files.tensor("embed_tokens.weight")
+        embedding = files.stored_tensor("embed_tokens.weight")
         tied = files.config().get("tie_word_embeddings")
-        head = embedding if tied else files.tensor("lm_head.weight")
+        head = embedding if tied else files.stored_tensor("lm_head.weight")
         for name, tensor in (("embedding", embedding), ("LM head", head)):
             if tuple(tensor.shape) != shape:
                 raise HyperDFlashConfigError(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sglang_hyperdflash.draft.dependency import DependencyHead
+from sglang_hyperdflash.training.samples import moved
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -74,7 +75,7 @@ def row_losses(
         chosen = early[rows].nonzero().squeeze(1)
         count = len(chosen)
         before = None if previous is None else previous[rows]
-        inputs = (hidden[rows], labels[rows], before, chosen.to(hidden.device))
+        inputs = (hidden[rows], labels[rows], before, moved(chosen, hidden.device))
         inputs += (teacher[at : at + count],)
         # Nothing in a chunk is random.
         parts.append(

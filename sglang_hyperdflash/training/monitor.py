@@ -38,25 +38,25 @@ class Monitor:
 
     def __call__(self, trainer, report: dict[str, Any]) -> None:
         self._show_checkpoint()
-        now, step = time.monotonic(), trainer.state["step"]
-        hits, rows = report["hits"], report["rows"].clamp(min=1)
-        accuracy = hits / rows
+        now, step = time.monotonic(), report["step"] + 1
+        pairs = zip(report["hits"], report["rows"], strict=True)
+        accuracy = [hits / max(rows, 1) for hits, rows in pairs]
         rate = report["tokens"] / max(now - self.then, 1e-9)
         self.then = now
         measured = trainer.measured()
         self.bar.update(1)
         self.bar.set_postfix(
             loss=f"{report['loss']:.3f}",
-            first=f"{accuracy[0].item():.2f}",
-            all=f"{(hits.sum() / rows.sum()).item():.2f}",
+            first=f"{accuracy[0]:.2f}",
+            all=f"{sum(report['hits']) / max(sum(report['rows']), 1):.2f}",
             tokens_s=f"{rate:.0f}",
             **{name: f"{value:.4g}" for name, value in measured.items()},
         )
         scalars = {f"train/{name}": float(report[name]) for name in trainer.losses}
-        scalars |= {f"position_accuracy/{k}": v for k, v in enumerate(accuracy.tolist(), 1)}
+        scalars |= {f"position_accuracy/{k}": v for k, v in enumerate(accuracy, 1)}
         scalars["train/answer_tokens_per_second"] = rate
         scalars["train/gradient_norm"] = report["gradient_norm"]
-        scalars["train/data_wait_seconds"] = report["data_wait"]
+        scalars |= {f"seconds/{part}": spent for part, spent in report["parts"].items()}
         scalars["train/learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
         for reporter in self.reporters:
             reporter.log(scalars, step)

@@ -10,7 +10,7 @@ import torch
 from sglang_hyperdflash.training.anchors import anchor_positions, block_labels, sample_anchors
 from sglang_hyperdflash.training.losses import position_weights, row_losses
 from sglang_hyperdflash.training.recipe import Objective
-from sglang_hyperdflash.training.samples import Rows, States, Tensors
+from sglang_hyperdflash.training.samples import Rows, States, Tensors, moved
 from sglang_hyperdflash.training.vocabulary import vocabulary_logits
 
 
@@ -40,7 +40,7 @@ class Blocks(Tensors):
         at = self.anchors.unsqueeze(-1) + torch.arange(self.labels.shape[-1], device=chosen.device)
         row = torch.arange(len(at), device=chosen.device).view(-1, 1, 1).expand_as(at)
         at = at.clamp(max=states.shape[1] - 1)[chosen]
-        return states[row[chosen].to(states.device), at.to(states.device)]
+        return states[moved(row[chosen], states.device), moved(at, states.device)]
 
 
 def denominators(objective: Objective, blocks: Blocks) -> torch.Tensor:
@@ -81,10 +81,10 @@ def sums(
     device, supervised, drafts = hidden.device, blocks.supervised, blocks.labels.shape[-1]
     count = drafts if objective.taught is None else objective.taught
     taught = supervised & (torch.arange(drafts, device="cpu") < count)
-    chosen = supervised.flatten().nonzero().squeeze(1).to(device)
+    chosen = moved(supervised.flatten().nonzero().squeeze(1), device)
     ce, distance, hits, own = row_losses(
         hidden.flatten(0, 2).index_select(0, chosen).float(),
-        blocks.labels[supervised].to(device),
+        moved(blocks.labels[supervised], device),
         partial(vocabulary_logits, target.lm_head),
         early=taught[supervised],
         teacher=target.final(blocks.before(states.residual, taught)),
@@ -92,15 +92,15 @@ def sums(
         chunk=objective.chunk,
         term=objective.term,
         dependency=drafter.dependency,
-        previous=blocks.previous(rows.tokens)[supervised].to(device),
+        previous=moved(blocks.previous(rows.tokens)[supervised], device),
         top_k=drafter.config.candidates,
         own=objective.candidates > 0,
     )
-    weights = _weights(objective, blocks).to(device)
+    weights = moved(_weights(objective, blocks), device)
     correct = torch.zeros(supervised.numel(), device=device).index_copy(0, chosen, hits.float())
     if objective.taught is None:
         distance = (weights * distance).sum()
     else:
         distance = objective.T**2 / objective.P * distance.sum()
     terms = torch.stack([(weights * ce).sum(), distance, (weights[: len(own)] * own).sum()])
-    return terms, correct.view_as(supervised).sum((0, 1)), supervised.sum((0, 1)).to(device)
+    return terms, correct.view_as(supervised).sum((0, 1)), moved(supervised.sum((0, 1)), device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
@@ -33,7 +35,10 @@ class ProcessGroup:
     A collective raises ``HyperDFlashError`` when another process is lost.
 
     Args:
-        device: what the tensors of its collectives are on, ``cpu`` or ``cuda``.
+        device: of the drafter, ``cpu`` or ``cuda``; collectives take tensors of both.
+
+    Attributes:
+        background: a second group, for another thread's collectives.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -42,7 +47,9 @@ class ProcessGroup:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if self.size > 1 and not dist.is_initialized():
             with _together():
-                dist.init_process_group("nccl" if device == "cuda" else "gloo")
+                dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        several = self.size > 1
+        self.background = dist.new_group(backend="gloo") if several else None
 
     @property
     def is_main(self) -> bool:
@@ -56,28 +63,19 @@ class ProcessGroup:
                 dist.all_reduce(tensor)
         return tensor
 
-    def share(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give all processes the main one's values, in place."""
-        if self.size > 1:
-            with _together():
-                for tensor in tensors:
-                    dist.broadcast(tensor, src=0)
+    def synchronized(self, module: nn.Module) -> nn.Module:
+        """A module that starts with the main process's weights everywhere; backward passes add up
+        gradients over all processes, but for those inside its ``no_sync()``.
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up gradients where they are: a flat copy would be as large as the drafter in fp32.
-
-        A sum, not DDP's mean: every process divides its loss by the denominators of the global
-        batch already.
+        DDP divides by the number of processes, so the loss is to be multiplied by it.
         """
         if self.size == 1:
-            return
-        parameters = [p for p in parameters if p.requires_grad]
-        for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+            return module
+        # It also keeps DDP from changing its buckets after the first step, and with them the order
+        # of sums: a resumed run has the weights of one that was never killed.
+        options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
         with _together():
-            for message in [dist.all_reduce(p.grad, async_op=True) for p in parameters]:
-                message.wait()
+            return DistributedDataParallel(module, **options)
 
     def on_main(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the main process while the others wait.

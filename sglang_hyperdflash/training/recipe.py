@@ -9,6 +9,7 @@ import dataclasses
 import math
 import os
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -117,7 +118,14 @@ class _Fields:
     every: Annotated[Count, Field(description="steps between checkpoints")] = 400
     keep: Annotated[Count, Field(description="checkpoints kept, the last ones")] = 2
     bf16: Annotated[bool, Field(description="autocast of the drafter's forward pass")] = True
+    compile: Annotated[bool, Field(description="torch.compile of the drafter's layers")] = False
     seed: Annotated[int, Field(ge=0, description="random seed of the data order")] = 0
+    weights: Annotated[
+        tuple[Positive, ...],
+        Field(
+            description="for each of data, how often an epoch takes its samples; without it, once"
+        ),
+    ] = ()
     dependency_lr: Annotated[
         Positive, Field(description="learning rate of a dependency head, as a factor of lr")
     ] = 0.3
@@ -148,20 +156,28 @@ class Policy:
     passes: int = 20
 
 
+def passed(counts: Sequence[int], weights: Sequence[float] = ()) -> int:
+    """Samples of a pass over sources of so many, each taken as often as its weight says."""
+    if not weights:
+        return sum(counts)
+    return sum(round(count * weight) for count, weight in zip(counts, weights, strict=True))
+
+
 @dataclass(frozen=True, kw_only=True, config=CLOSED)
 class Stage(_Fields):
     """One ``[[stage]]``: its data, its length in epochs (or as a recipe's), and its recipe."""
 
     data: Annotated[
         tuple[Text, ...],
-        Field(min_length=1, description="as `capture --data`; one capture folder if captured"),
+        Field(min_length=1, description="as `capture --data`; capture folders if captured"),
     ]
     epochs: Annotated[Positive | None, Field(description="length in passes over the data")] = None
 
-    def resolve(self, samples: int, objective: Objective) -> Recipe:
-        """The recipe for so many samples."""
+    def resolve(self, counts: Sequence[int], objective: Objective) -> Recipe:
+        """The recipe for so many samples of each of ``data``."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Fields)}
         if self.epochs is not None:
+            samples = passed(counts, self.weights)
             values["steps"] = max(1, math.ceil(self.epochs * samples / self.batch))
         return Recipe(**values, objective=objective)
 
@@ -226,10 +242,11 @@ def read_schedule(path: Path) -> Schedule:
                 f"{path}: stage {number} needs exactly one of epochs, steps or minutes; found "
                 f"{' and '.join(lengths) or 'none'}."
             )
-        if file.features == "captured" and len(stage.data) != 1:
+        wanted = len(stage.data) if file.features == "captured" else 0
+        if stage.weights and len(stage.weights) != wanted:
             raise HyperDFlashConfigError(
-                f"{path}: stage {number}: data must be one folder of `hyperdflash capture` with "
-                f"features = captured, found {len(stage.data)}."
+                f"{path}: stage {number}: expected {wanted} weights, one for each capture folder "
+                f"in data, found {len(stage.weights)}."
             )
     base, draft = path.resolve().parent, str(file.draft)
 

@@ -158,53 +158,50 @@ class Replay:
                 same.
         """
         self.drafter.eval()
-        histogram = self.acceptance(source, world=world)
+        counts, expected = self.measure(source, sampled=sampled, world=world)
+        histogram = counts.sum(0).tolist()
         accepted = sum(i * n for i, n in enumerate(histogram))
         found = {
             "tau": accept_length(accepted, max(sum(histogram), 1)),
             "position_acceptance": position_acceptance(histogram, self.block - 1),
         }
         if sampled:
-            found["tau_sampled"] = self.expected_tau(source, world=world)
+            found["tau_sampled"] = expected
         self.drafter.train()
         return found
 
-    def acceptance(
-        self, source: Source, batch: int = 8, world: ProcessGroup | None = None
-    ) -> list[int]:
-        """Replay the answers as a server would: a histogram of accepted drafts."""
-        return self.histograms(source, batch, world).sum(0).tolist()
-
     @torch.no_grad()
-    def histograms(
-        self, source: Source, batch: int = 8, world: ProcessGroup | None = None
-    ) -> torch.Tensor:
-        """:meth:`acceptance` of every sample, ``[samples, B]`` int64 on the CPU."""
+    def measure(
+        self,
+        source: Source,
+        *,
+        sampled: bool = False,
+        batch: int = 8,
+        world: ProcessGroup | None = None,
+    ) -> tuple[torch.Tensor, float]:
+        """Replay the answers as a server would, reading their states once.
+
+        Returns:
+            Every sample's histogram of accepted drafts, ``[samples, B]`` int64 on the CPU, and if
+            ``sampled`` the expected tau at temperature 1 over every whole block, ``1 + sum_k
+            prod_{i <= k} overlap_i``; else 1.
+        """
         counts = torch.zeros(len(source.samples), self.block, dtype=torch.int64)
+        reach = torch.zeros(2, dtype=torch.float64)
         for first, rows, states, blocks in _everywhere(source, self.block, batch, world):
             drafts = self.draft(rows, states, blocks.anchors, blocks.keep)
             accepted = ((drafts == blocks.labels) & blocks.supervised).int().cumprod(-1).sum(-1)
             for row in range(len(accepted)):
                 for taken in _rounds(accepted[row], blocks, row):
                     counts[first + row, taken] += 1
-        return counts if world is None else world.sum(counts.to(self.mask_embedding.device)).cpu()
-
-    @torch.no_grad()
-    def expected_tau(
-        self, source: Source, batch: int = 8, world: ProcessGroup | None = None
-    ) -> float:
-        """``1 + sum_k prod_{i <= k} overlap_i``, the mean over every whole block of the answers."""
-        total, count = 0.0, 0
-        for _, rows, states, blocks in _everywhere(source, self.block, batch, world):
             whole = blocks.keep & blocks.supervised.all(-1)
-            if bool(whole.any()):
-                reach = self.overlap(rows, states, blocks)[whole].cumprod(-1).sum(-1)
-                total += float(reach.double().sum())
-                count += len(reach)
+            if sampled and bool(whole.any()):
+                expected = self.overlap(rows, states, blocks)[whole].cumprod(-1).sum(-1)
+                reach += torch.tensor([expected.double().sum(), len(expected)])
         if world is not None:
-            numbers = torch.tensor([total, count], dtype=torch.float64)
-            total, count = world.sum(numbers.to(self.mask_embedding.device)).tolist()
-        return 1.0 + total / max(count, 1)
+            counts, reach = world.sum(counts), world.sum(reach)
+        total, count = reach.tolist()
+        return counts, 1.0 + total / max(count, 1)
 
 
 def _everywhere(
@@ -214,12 +211,16 @@ def _everywhere(
     this process's share.
     """
     rank, size = (0, 1) if world is None else (world.rank, world.size)
-    for start in range(rank * batch, len(source.samples), size * batch):
-        indices = list(range(start, min(start + batch, len(source.samples))))
+    starts = range(rank * batch, len(source.samples), size * batch)
+    groups = [list(range(start, min(start + batch, len(source.samples)))) for start in starts]
+    for number, indices in enumerate(groups):
+        states = source.states(indices)
+        for ahead in groups[number + 1 : number + 2]:
+            source.prefetch(ahead)
         rows = collate([source.samples[i] for i in indices])
         blocks = Blocks.draw(rows, rows.tokens.shape[1], block, [0] * len(indices))
         if bool(blocks.keep.any()):
-            yield start, rows, source.states(indices), blocks
+            yield indices[0], rows, states, blocks
 
 
 def _rounds(accepted: torch.Tensor, blocks: Blocks, row: int):

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Protocol, Self
 
 import torch
 
+from sglang_hyperdflash.training.recipe import passed
+
 # The largest 64-bit prime: torch generators take 64 bits.
 SEEDS = 2**64 - 59
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on another device, for which no host waits that computes what comes next."""
+    if device.type == "cuda" and torch.cuda.is_available() and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Tensors:
     """A dataclass of tensors that moves between devices as one."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device; a copy from pinned memory does not wait."""
-        moved = (getattr(self, f.name).to(device, non_blocking=True) for f in fields(self))
-        return type(self)(*moved)
+        """The same on another device."""
+        return type(self)(*(moved(getattr(self, f.name), device) for f in fields(self)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        return sum(getattr(self, f.name).nbytes for f in fields(self))
 
 
 @dataclass(frozen=True)
@@ -83,11 +97,14 @@ class Source(Protocol):
     """A trainer's source of samples and their states.
 
     Attributes:
-        lengths: tokens of every sample, int64.
+        lengths, answers: tokens of every sample, and those that are answers, int64.
+        counts: samples of every place that they come from.
     """
 
     samples: Sequence[Sample]
     lengths: torch.Tensor
+    answers: torch.Tensor
+    counts: Sequence[int]
 
     def prefetch(self, indices: list[int]) -> None:
         """Begin to read what :meth:`states` will be asked for, if that takes time."""
@@ -102,6 +119,8 @@ class InMemory:
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
         self.lengths = torch.tensor([len(sample.tokens) for sample in samples])
+        self.answers = torch.tensor([sample.answer_tokens for sample in samples])
+        self.counts = [len(samples)]
 
     def prefetch(self, indices: list[int]) -> None:
         """There is nothing to wait for."""
@@ -123,12 +142,22 @@ class Passes:
     each hold one kind of text, and cost accept length.
 
     Args:
-        count: of samples.
+        counts: samples of every source, which come one after another.
+        weights: of every source, how often a pass takes each of its samples, on average; 1 for all
+            where it is empty.
     """
 
-    def __init__(self, count: int, batch: int, seed: int) -> None:
-        self.count, self.batch_size, self.seed = count, batch, seed
-        self._drawn: dict[int, list[int]] = {}
+    def __init__(
+        self, counts: Sequence[int], batch: int, seed: int, weights: Sequence[float] = ()
+    ) -> None:
+        self.counts, self.batch_size, self.seed = counts, batch, seed
+        self.weights = weights or [1.0] * len(counts)
+        self.count = passed(counts, weights)
+        self._order = lru_cache(2)(self._drawn)
+
+    def known(self, step: int) -> bool:
+        """Whether the samples of a step are there already."""
+        return True
 
     def batch(self, step: int) -> list[int]:
         """Indices of the global batch of a step."""
@@ -138,15 +167,19 @@ class Passes:
             for at in range(first, first + self.batch_size)
         ]
 
-    def _order(self, epoch: int) -> list[int]:
-        if epoch not in self._drawn:
-            seed = generator_seed(self.seed * 1_000_003 + epoch)
-            generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(self.count, generator=generator)
-            # Steps are looked at ahead of time: an epoch's first before the last of the one before.
-            self._drawn = {e: drawn for e, drawn in self._drawn.items() if e == epoch - 1}
-            self._drawn[epoch] = order.tolist()
-        return self._drawn[epoch]
+    def _drawn(self, epoch: int) -> list[int]:
+        seed = generator_seed(self.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed(seed)
+        chosen, first = [], 0
+        for count, weight in zip(self.counts, self.weights, strict=True):
+            whole, rest = divmod(round(count * weight), max(count, 1))
+            parts = [torch.arange(count)] * whole
+            if rest:  # others in every pass
+                parts.append(torch.randperm(count, generator=generator)[:rest])
+            chosen += [first + part for part in parts]
+            first += count
+        drawn = torch.cat(chosen)
+        return drawn[torch.randperm(len(drawn), generator=generator)].tolist()
 
 
 def collate(samples: Sequence[Sample]) -> Rows:

@@ -6,15 +6,21 @@ import json
 import math
 import signal
 import time
-import zipfile
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from sglang_hyperdflash.tools.atomic import replacing, write_text
+from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.process_group import sigterm_noted
+from sglang_hyperdflash.training.checkpoints import Checkpoints, read_state, saved_states
+from sglang_hyperdflash.training.deal import check_batch, deal
 from sglang_hyperdflash.training.drafter import Drafter, write_drafter
 from sglang_hyperdflash.training.objective import Blocks, denominators, sums
 from sglang_hyperdflash.training.process_group import ProcessGroup
@@ -27,6 +33,7 @@ from sglang_hyperdflash.training.samples import (
     States,
     collate,
     generator_seed,
+    moved,
 )
 from sglang_hyperdflash.training.vocabulary import bf16_products
 
@@ -35,27 +42,78 @@ LOG = "training_log.jsonl"
 AHEAD = 2
 
 
-def saved_states(folder: Path) -> list[Path]:
-    """The checkpoints ``state-STEP.pt`` of a stage's folder, the last step's last."""
-    return sorted(folder.glob("state-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
+class Step(nn.Module):
+    """One micro batch's sums as one forward pass, which DDP's hooks need.
 
-
-def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint, on the CPU.
-
-    Raises:
-        HyperDFlashConfigError: the file is damaged.
+    The drafter's first modules come first: DDP sends gradients from the last parameter to the
+    first, each when it is ready.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch.load checks no CRC
-            if wrong := archive.testzip():
-                raise ValueError(f"the CRC-32 of {wrong} is not the one it was written with")
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
-        raise HyperDFlashConfigError(
-            f"{path} is damaged: {str(error).splitlines()[0]}. Remove it and run the same "
-            "command to resume from the checkpoint before it, or to restart this stage."
-        ) from error
+
+    def __init__(self, drafter: Drafter, compute) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([getattr(drafter, drafter.reducer_name), drafter.hidden_norm])
+        self.drafter, self.compute = drafter, compute
+
+    def forward(self, *batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :func:`.objective.sums`; the first always has a gradient, if one of zeros."""
+        terms, *counts = self.compute(*batch)
+        if not terms.requires_grad:  # no draft of the samples is supervised
+            terms = terms + 0.0 * sum(p.sum() for p in self.parameters() if p.requires_grad)
+        return terms, *counts
+
+
+class Timer:
+    """Seconds of a step's parts. A GPU's are its own, and are read when the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self.mark("")
+
+    def mark(self, part: str) -> None:
+        """What came since the last mark belongs to ``part``."""
+        event = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.monotonic()
+        if self._on_gpu:
+            event.record()
+        self._marks.append((part, event))
+
+    def seconds(self) -> dict[str, float]:
+        """By part."""
+        spent: dict[str, float] = {}
+        for (_, before), (part, now) in pairwise(self._marks):
+            more = before.elapsed_time(now) / 1000 if self._on_gpu else now - before
+            spent[part] = spent.get(part, 0.0) + more
+        return spent
+
+
+@dataclass
+class Report:
+    """A step's numbers, on their way to the host while the next step computes.
+
+    Attributes:
+        step: the number of the step, from 0. numbers: of :meth:`Trainer.accumulate`, and the norm
+            of the gradient. seconds: of the step. tokens: answer tokens.
+    """
+
+    step: int
+    numbers: torch.Tensor
+    timer: Timer
+    seconds: float
+    tokens: int
+    event: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.numbers.device.type == "cuda":
+            host = torch.empty(self.numbers.shape, pin_memory=True)
+            self.numbers = host.copy_(self.numbers, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> list[float]:
+        """The numbers, once they are there."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.numbers.tolist()
 
 
 class Trainer:
@@ -85,95 +143,106 @@ class Trainer:
         self.world = world or ProcessGroup()
         self.device = next(drafter.parameters()).device
         self.replay = Replay(drafter, target, recipe.bf16)
+        check_batch(recipe.batch, self.world.size)
+        if recipe.compile:
+            for layer in drafter.layers:
+                layer.compile(dynamic=True)
         self.optimizer = _optimizer(drafter, recipe)
-        self.state = {"step": 0, "seconds": 0.0}
+        self.state: dict[str, Any] = {"step": 0, "seconds": 0.0}
         self.records: list[dict[str, Any]] = []
         # Of the steps since the last record.
         self.reports: list[dict[str, Any]] = []
+        self._late: Report | None = None
         self.asked_to_stop = self.stopping = False  # this process, all of them
-        # The best one's record, with the drafter's fp32 weights under "weights".
+        # The best one's record; the checkpoint of its step is kept.
         self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}
-        self.passes = Passes(len(train.samples), recipe.batch, recipe.seed)
+        self.passes = Passes(train.counts, recipe.batch, recipe.seed, recipe.weights)
+        self.factors = moved(torch.tensor(self.objective.factors), self.device)
         folder.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(folder, self.world, recipe.keep)
         self._resume()
         self._check_processes()
-        # Another node may have read older files: network file systems keep what they listed.
-        self.world.share(drafter.state_dict().values())
+        self.summed = self.world.synchronized(Step(drafter, self._sums))
+        self._shares = cache(self._dealt)
 
     def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
         """This process's share of a step in micro batches, with anchors drawn."""
         first = (self.recipe.seed + 1) * 2**40 + step * 2**16
         block, parts = self.drafter.config.block_size, []
-        for share in self._shares(step):
+        for share in self._shares(step)[self.world.rank]:
             places, ids = map(list, zip(*share, strict=True))
             rows = collate([self.train.samples[i] for i in ids])
             seeds = [generator_seed(first + place) for place in places]
             parts.append((ids, rows, Blocks.draw(rows, self.recipe.anchors, block, seeds)))
         return parts
 
-    def _shares(self, step: int) -> list[list[tuple[int, int]]]:
-        """This process's micro batches: every sample's place in the global batch, and its index.
+    def _dealt(self, step: int) -> list[list[list[tuple[int, int]]]]:
+        """Every process's micro batches: every sample's place in the global batch, and its index.
 
-        Those of one length run together; which do, changes no gradient.
+        Which run together changes no gradient.
         """
-        indices = self.passes.batch(step)
-        lengths = self.train.lengths[indices].tolist()
-        places = sorted(range(len(indices)), key=lengths.__getitem__)
-        share = [(at, indices[at]) for at in places[self.world.rank :: self.world.size]]
-        size = self.recipe.micro_batch
-        return [share[start : start + size] for start in range(0, len(share), size)]
+        indices, block = self.passes.batch(step), self.drafter.config.block_size
+        blocks = self.train.answers[indices].clamp(max=self.recipe.anchors)
+        # Rows of the drafter's layers.
+        rows = (self.train.lengths[indices] + block * blocks).clamp(min=1).tolist()
+        shares = deal(rows, self.world.size, self.recipe.micro_batch)
+        return [[[(i, indices[i]) for i in part] for part in share] for share in shares]
 
     def _prefetch(self, step: int) -> None:
-        """Let the next steps' states be read while this one computes."""
+        """Let states be read that this step and the next ones need, in their order."""
         for ahead in range(step, step + AHEAD + 1):
-            for share in self._shares(ahead):
-                self.train.prefetch([i for _, i in share])
+            if self.passes.known(ahead):
+                for share in self._shares(ahead)[self.world.rank]:
+                    self.train.prefetch([i for _, i in share])
 
-    def accumulate(self, step: int) -> dict[str, Any]:
-        """Gradients of one global batch, summed over micro batches and processes, and its report.
+    def _agreed(self, *numbers: float) -> list[float]:
+        """Sums over all processes, on the host alone; whether one was asked to stop is noted."""
+        *sums, asked = self.world.sum(
+            torch.tensor([*numbers, self.asked_to_stop], dtype=torch.float64)
+        ).tolist()
+        self.stopping = self.stopping or asked > 0
+        return sums
 
-        Raises:
-            FloatingPointError: the loss is not finite; no weight was changed.
+    def accumulate(self, step: int, timer: Timer) -> torch.Tensor | None:
+        """Gradients of one global batch, summed over micro batches and processes.
+
+        Returns:
+            On the device: sums of CE, second term and CE of u over their denominators, ``[3]``,
+            then correct and supervised drafts of each position, ``[B-1]`` each. None where a
+            process was asked to stop: gradients are in part.
         """
-        objective, term = self.objective, self.objective.term
-        self._prefetch(step)
         parts = self.micro_batches(step)
-        divide = sum((denominators(objective, part[-1]) for part in parts), torch.zeros(3))
-        divide = self.world.sum(divide.to(self.device)).clamp(min=1e-9)
-        factors = torch.tensor(objective.factors, device=self.device)
-        drafts = self.drafter.config.num_drafts
-        totals, waited = torch.zeros(3 + 2 * drafts, device=self.device), 0.0
-        stop = torch.tensor([float(self.asked_to_stop)], device=self.device)
-        for ids, rows, blocks in parts:
-            before = time.monotonic()
-            states = self.train.states(ids)
-            waited += time.monotonic() - before
-            terms, hits, supervised = self._sums(rows, states, blocks)
-            terms = terms / divide
-            loss = (factors * terms).sum()
-            if loss.requires_grad:
-                loss.backward()
+        divide = sum((denominators(self.objective, part[-1]) for part in parts), torch.zeros(3))
+        divide = torch.tensor(self._agreed(*divide.tolist()), dtype=torch.float32)
+        divide = moved(divide.clamp(min=1e-9), self.device)
+        totals = torch.zeros(3 + 2 * self.drafter.config.num_drafts, device=self.device)
+        for number, (ids, rows, blocks) in enumerate(parts):
+            if number:
+                self._agreed()
+            if self.stopping:
+                return None
+            self._prefetch(step)
+            last = number == len(parts) - 1
+            batch = rows, self.train.states(ids).to(self.device), blocks
+            timer.mark("data")
+            with nullcontext() if last or self.world.size == 1 else self.summed.no_sync():
+                terms, hits, supervised = self.summed(*batch)
+                terms = terms / divide
+                timer.mark("forward")
+                (self.world.size * (self.factors * terms).sum()).backward()
+            timer.mark("backward")
             totals += torch.cat([terms.detach(), hits, supervised])
-        totals = self.world.sum(torch.cat([totals, stop])).cpu()
-        self.stopping = bool(totals[-1])
-        ce, distance, own = totals[:3].tolist()
-        if not math.isfinite(ce + distance + own):
-            raise self._not_finite(f"loss is not finite (CE {ce}, {term} {distance}, own {own})")
-        self.world.sum_gradients(self.drafter.parameters())
-        hits, rows = totals[3 : 3 + drafts], totals[3 + drafts : -1]
-        loss = (totals[:3] * factors.cpu()).sum().item()
-        report = {"loss": loss, "ce": ce, term: distance, "own": own, "hits": hits, "rows": rows}
-        return report | {"data_wait": waited}
+        return self.world.sum(totals)
 
     def _not_finite(self, what: str) -> FloatingPointError:
         return FloatingPointError(
-            f"the {what} at step {self.state['step']}. Lower the stage's lr, now "
+            f"the {what}. Lower the stage's lr, now "
             f"{self.recipe.lr:g}, and retrain with a new --work and a new out: a run keeps its lr."
         )
 
     def _sums(self, rows: Rows, states: States, blocks: Blocks):
-        placed, states = rows.to(self.device), states.to(self.device)
-        anchors, keep = blocks.anchors.to(self.device), blocks.keep.to(self.device)
+        placed = rows.to(self.device)
+        anchors, keep = (moved(x, self.device) for x in (blocks.anchors, blocks.keep))
         kind, bf16 = self.device.type, self.recipe.bf16
         with self.device:  # new tensors are made there too
             with torch.autocast(kind, torch.bfloat16, enabled=bf16):
@@ -193,55 +262,91 @@ class Trainer:
         cosine = r.lr_floor + (r.lr - r.lr_floor) * 0.5 * (1 + math.cos(math.pi * self.progress()))
         return cosine * min(1.0, (self.state["step"] + 1) / max(1, r.warmup_steps))
 
-    def step(self) -> dict[str, Any]:
-        """One optimizer step.
+    def step(self) -> Report | None:
+        """One optimizer step, for which the host does not wait; none when asked to stop.
 
-        Raises:
-            FloatingPointError: the loss or the gradient is not finite; no weight was changed.
+        Where loss or gradient is not finite, no weight is changed, and :meth:`keep` raises.
         """
-        started, step = time.monotonic(), self.state["step"]
+        started, step, timer = time.monotonic(), self.state["step"], Timer(self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate() * group.get("factor", 1.0)
         self.optimizer.zero_grad()
-        report = self.accumulate(step)
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip).item()
-        if not math.isfinite(norm):
-            raise self._not_finite(f"gradient is not finite (norm {norm})")
+        totals = self.accumulate(step, timer)
+        if totals is None:
+            return None
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip)
+        # Seam: torch's fused AdamW skips a step by this, as it does for ``GradScaler``.
+        self.optimizer.found_inf = (~torch.isfinite(norm + totals[:3].sum())).float()
         self.optimizer.step()
+        timer.mark("optimizer")
         self.state["step"] += 1
-        spent = torch.tensor([time.monotonic() - started], device=self.device)
-        spent = self.world.sum(spent).item() / self.world.size
-        self.state["seconds"] += spent
-        tokens = sum(self.train.samples[i].answer_tokens for i in self.passes.batch(step))
-        return report | {"gradient_norm": norm, "seconds": spent, "tokens": tokens}
+        (spent,) = self._agreed(time.monotonic() - started)
+        self.state["seconds"] += spent / self.world.size
+        tokens = int(self.train.answers[self.passes.batch(step)].sum())
+        numbers = torch.cat([totals, norm.reshape(1)])
+        return Report(step, numbers, timer, spent / self.world.size, tokens)
+
+    def keep(self, late: Report) -> dict[str, Any]:
+        """Read a step's report, and keep it for the next record.
+
+        Raises:
+            FloatingPointError: its loss or gradient is not finite.
+        """
+        (ce, distance, own, *counts), norm = late.read()[:-1], late.read()[-1]
+        term, drafts = self.objective.term, self.drafter.config.num_drafts
+        if not math.isfinite(ce + distance + own):
+            what = f"loss is not finite (CE {ce}, {term} {distance}, own {own})"
+            raise self._not_finite(f"{what} at step {late.step}")
+        if not math.isfinite(norm):
+            raise self._not_finite(f"gradient is not finite (norm {norm}) at step {late.step}")
+        factors = zip((ce, distance, own), self.objective.factors, strict=True)
+        report = {"step": late.step, "loss": sum(x * factor for x, factor in factors), "ce": ce}
+        report |= {term: distance, "own": own, "hits": counts[:drafts], "rows": counts[drafts:]}
+        report |= {"gradient_norm": norm, "seconds": late.seconds, "tokens": late.tokens}
+        report["parts"] = late.timer.seconds()
+        self.reports.append(report)
+        return report
+
+    def _keep_late(self, display) -> None:
+        if self._late is not None:
+            late, self._late = self._late, None
+            report = self.keep(late)
+            if display is not None:
+                display(self, report)
 
     def run(self, out: Path, display=None) -> None:
         """Train to the end of the stage; keep the best checkpoint in ``out``.
 
         Args:
-            display: called with the trainer and each step's report (a progress bar).
+            display: called with the trainer and each step's report, when the next step has begun.
 
         Raises:
-            SystemExit: of code 143, after a SIGTERM to any process: the step was completed and its
-                state saved.
+            SystemExit: of code 143, after a SIGTERM to any process: all that was trained is saved,
+                but for a step that was not complete.
+            FloatingPointError: the loss or the gradient is not finite.
         """
-        self.world.on_main(lambda: self._begin(out))
+        self.world.on_main(lambda: self._mend(out))
         with sigterm_noted(self._stop):
             while True:
                 done = self.progress() >= 1.0
-                if self.reports and (done or self.state["step"] % self.recipe.every == 0):
+                due = done or self.state["step"] % self.recipe.every == 0
+                if due or self.stopping:
+                    self._keep_late(display)
+                if due and self.reports and not self.stopping:
                     record = self._record(self.reports)  # all processes replay held-out answers
                     self.reports = []
-                    self.world.on_main(lambda record=record: self._checkpoint(out, record))
+                    self._checkpoint(out, record)
                     self.after_checkpoint()
-                if done:
+                if done or self.stopping:
+                    if self.stopping:
+                        self._save_state()
+                    self.checkpoints.wait()
+                    if self.stopping:
+                        raise SystemExit(128 + signal.SIGTERM)
                     return
-                self.reports.append(self.step())
-                if display is not None:
-                    display(self, self.reports[-1])
-                if self.stopping:
-                    self.world.on_main(self._save_state)
-                    raise SystemExit(128 + signal.SIGTERM)
+                report = self.step()
+                self._keep_late(display)
+                self._late = report
 
     def after_checkpoint(self) -> None:
         """What all processes do before the next step; nothing, unless a subclass does something."""
@@ -255,27 +360,31 @@ class Trainer:
         self.asked_to_stop = True
 
     def _checkpoint(self, out: Path, record: dict[str, Any]) -> None:
-        served = self.drafter.served_tensors()  # raises where a weight is not finite
+        """Begin to write a checkpoint, and what of it is served if it is the best."""
+        served = self.world.is_main and self.drafter.served_tensors()  # raises unless finite
         self.records.append(record)
-        if record["score"] is None or record["score"] > self.best["score"]:
-            weights = self.drafter.state_dict()
-            copies = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
-            self.best = record | {"weights": copies}
-        self._save_state()
-        if self.best["step"] == record["step"]:
-            write_drafter(out, self.drafter.raw, served)
-        self._write_log()
+        better = record["score"] is None or record["score"] > self.best["score"]
+        self.best = record if better else self.best
+
+        records = list(self.records)
+
+        def write() -> None:
+            if better:
+                write_drafter(out, self.drafter.raw, served)
+            self._write_log(records)
+
+        self._save_state(write)
 
     def _record(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        hits = sum(r["hits"] for r in reports)
-        rows = sum(r["rows"] for r in reports).clamp(min=1)
+        hits, rows = (torch.tensor([r[name] for r in reports]).sum(0) for name in ("hits", "rows"))
         record = {"step": self.state["step"], "minutes": round(self.state["seconds"] / 60, 2)}
         record |= {k: sum(r[k] for r in reports) / len(reports) for k in self.losses}
         seconds = max(sum(r["seconds"] for r in reports), 1e-9)
         record["gradient_norm"] = sum(r["gradient_norm"] for r in reports) / len(reports)
         record["tokens_s"] = round(sum(r["tokens"] for r in reports) / seconds)
-        record["data_wait"] = round(sum(r["data_wait"] for r in reports) / seconds, 4)
-        record["position_accuracy"] = [round(v, 4) for v in (hits / rows).tolist()]
+        record["data_wait"] = round(sum(r["parts"]["data"] for r in reports) / seconds, 4)
+        accuracy = hits / rows.clamp(min=1)
+        record["position_accuracy"] = [round(v, 4) for v in accuracy.tolist()]
         sampled = self.drafter.dependency is not None
         found = {
             name: self.replay.evaluate(source, sampled=sampled, world=self.world)
@@ -290,51 +399,45 @@ class Trainer:
         score = sum(means.values()) / len(means) if means else None
         return record | {"held_out": found, "tau": None} | means | {"score": score}
 
-    def _content(self) -> dict[str, Any]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         """Of a checkpoint."""
-        return {
-            "drafter": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "state": self.state,
-            "records": self.records,
-            "best": self.best,
-            "reports": self.reports,
-        }
+        tensors = {f"drafter.{name}": x for name, x in self.drafter.state_dict().items()}
+        for name, parameter in self.drafter.named_parameters():
+            for kind, moment in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{kind}.{name}"] = moment
+        return tensors
 
-    def _save_state(self) -> None:
-        path = self.folder / f"state-{self.state['step']}.pt"
-        with replacing(path, failures=(OSError, RuntimeError)) as partial:
-            torch.save(self._content(), partial)
-        for old in saved_states(self.folder)[: -self.recipe.keep]:
-            old.unlink(missing_ok=True)
+    def _save_state(self, then=lambda: None) -> None:
+        facts = {"state": self.state, "records": self.records, "best": self.best}
+        facts["reports"] = self.reports
+        step, best = self.state["step"], self.best["step"]
+        self.checkpoints.save(step, self._tensors(), facts, best, then)
 
-    def _begin(self, out: Path) -> None:
-        if "weights" in self.best:  # a kill may have come before it was written
-            served = self.drafter.served_tensors(self.best["weights"])
+    def _mend(self, out: Path) -> None:
+        """Write the best drafter again, which something else may have damaged."""
+        if (self.folder / f"state-{self.best['step']}").is_dir() and self.best["step"]:
+            served = self.drafter.served_tensors(best_weights(self.folder))
             write_drafter(out, self.drafter.raw, served)
 
-    def _write_log(self) -> None:
+    def _write_log(self, records: list[dict[str, Any]]) -> None:
         """Cut the log to the state: a kill between the two neither loses nor doubles a line."""
-        write_text(self.folder / LOG, "".join(json.dumps(r) + "\n" for r in self.records))
+        write_text(self.folder / LOG, "".join(json.dumps(r) + "\n" for r in records))
 
     def _resume(self) -> None:
         paths = saved_states(self.folder)
         if not paths:
             return
-        self._restore(read_state(paths[-1]))
+        share = self.world.rank, self.world.size
+        facts, _ = read_state(paths[-1], self._tensors(), share=share)
+        self.state, self.records, self.best = (facts[k] for k in ("state", "records", "best"))
+        self.reports = facts["reports"]
         if self.world.is_main:
-            self._write_log()
-
-    def _restore(self, saved: dict[str, Any]) -> None:
-        self.drafter.load_state_dict(saved["drafter"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.state, self.records, self.best = (saved[k] for k in ("state", "records", "best"))
-        self.reports = saved["reports"]
+            self._write_log(self.records)
 
     def _check_processes(self) -> None:
         """Raise ``HyperDFlashConfigError`` unless every process resumes at the same step."""
         step = self.state["step"]
-        steps = self.world.sum(torch.tensor(float(step), dtype=torch.float64, device=self.device))
+        steps = self.world.sum(torch.tensor(float(step), dtype=torch.float64))
         if steps.item() != step * self.world.size:
             raise HyperDFlashConfigError(
                 f"{self.folder} gave this process step {step} and another process a different one. "
@@ -357,4 +460,23 @@ def _optimizer(drafter: Drafter, recipe: Recipe) -> torch.optim.Optimizer:
         {"params": others, "weight_decay": 0.0},
         {"params": head, "weight_decay": 0.0, "factor": recipe.dependency_lr},
     ]
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
+    # As its first step would make it: a checkpoint is read into it.
+    for parameter in (*matrices, *others, *head):
+        if parameter.requires_grad:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **moments}
+    return optimizer
+
+
+def best_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The fp32 weights of a stage's best checkpoint, on the CPU.
+
+    Raises:
+        HyperDFlashConfigError: it is damaged or missing.
+    """
+    facts, _ = read_state(saved_states(folder)[-1], {})
+    best = folder / f"state-{facts['best']['step']}"
+    _, tensors = read_state(best, begin="drafter.")
+    return {name.removeprefix("drafter."): tensor for name, tensor in tensors.items()}

@@ -16,8 +16,8 @@ from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.draft.published import current
 from sglang_hyperdflash.serving.record.settings import ASKED, RECORD
 from sglang_hyperdflash.tools.server_process import free_port, hyperdflash_arguments
+from sglang_hyperdflash.training.checkpoints import saved_states
 from sglang_hyperdflash.training.store.reader import StoreReader
-from sglang_hyperdflash.training.trainer import saved_states
 from tests.engine.conftest import FP32, chat_ids, greedy, greedy_all, held_out_problems, ids
 from tests.unit.training.streams import learn_arguments
 from tests.waiting import until

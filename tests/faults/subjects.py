@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 
 from sglang_hyperdflash.draft.published import current
+from sglang_hyperdflash.training.checkpoints import read_state, saved_states
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.store.reader import StoreReader
-from sglang_hyperdflash.training.trainer import read_state, saved_states
 from tests.conftest import EXAMPLE
 from tests.faults.matrix import Subject
 from tests.unit.training import streams
@@ -74,6 +74,11 @@ def parsed(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def largest(checkpoint: Path) -> Path:
+    """The largest file of a checkpoint."""
+    return max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+
+
 class Training(Subject):
     """``train``: weights and card byte for byte, and every line of the log once."""
 
@@ -91,7 +96,7 @@ class Training(Subject):
         return [*kept, *((folder / "drafter" / name).read_bytes() for name in files)]
 
     def data(self, folder: Path) -> Path:
-        return saved_states(folder / "work" / "stage-1")[-1]
+        return largest(saved_states(folder / "work" / "stage-1")[-1])
 
 
 class TrainingOfTwo(Training):
@@ -144,14 +149,13 @@ class Learning(Subject):
         names = ("step", "loss", "ce", "gradient_norm", "position_accuracy", "samples", "tau")
         version = current(folder / "published")
         version.check()
-        state = read_state(self.data(folder))
-        tensors = [x for kind in ("drafter", "average") for _, x in sorted(state[kind].items())]
-        weights = [tensor.numpy().tobytes() for tensor in tensors]
+        _, tensors = read_state(saved_states(folder / "work")[-1])
+        weights = [tensors[name].numpy().tobytes() for name in sorted(tensors)]
         published = [(version.path / name).read_bytes() for name in DRAFTER_FILES]
         return [*records(folder / self.lines, *names), weights, published]
 
     def data(self, folder: Path) -> Path:
-        return saved_states(folder / "work")[-1]
+        return largest(saved_states(folder / "work")[-1])
 
 
 class Engine(Subject):

@@ -123,7 +123,7 @@ def test_the_examples_data_are_what_the_commands_read():
         schedule = read_schedule(path)
         assert schedule.stage, path
         for stage in schedule.stage:
-            stage.resolve(12, schedule.objective)
+            stage.resolve([12] * len(stage.data), schedule.objective)
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
@@ -19,14 +19,17 @@ from sglang_hyperdflash.training.samples import States
 from sglang_hyperdflash.training.store.manifest import (
     REPEAT,
     SHARDS,
-    VERIFIED,
     Shard,
     read_identity,
     read_shards,
+    stamp,
+    stamp_of,
 )
-from sglang_hyperdflash.training.store.shard import OpenShard, is_finite
+from sglang_hyperdflash.training.store.shard import OpenShard
 
 THREADS = 8
+# Of states that are read ahead, in pinned memory of every process.
+PREFETCH_BYTES = 2 << 30
 OPEN_SHARDS = 256
 
 
@@ -72,35 +75,59 @@ class StoredSamples(Sequence):
 
 
 class StoreReader:
-    """A :class:`~sglang_hyperdflash.training.samples.Source` over a store as it is now.
+    """A :class:`~sglang_hyperdflash.training.samples.Source` over stores as they are now.
 
-    A process keeps some 50 bytes a sample in memory. A shard's checksum is verified when it is
-    first opened, once per store: a stamp tells other readers.
+    A process keeps some 50 bytes a sample in memory. A shard without its writer's stamp, such as a
+    copied one, is verified when it is first opened; a stamp tells other readers.
+
+    Of a sample the tokens are left out that no block sees: RoPE turns queries and keys by their
+    distance, so a drafter does not notice where a sample begins.
 
     Args:
-        shards: what to read of it; all by default.
+        folder: of the store, or of several of one target.
+        shards: what to read of the first one; by default all of all.
+        window: of the drafter: tokens that a block sees before its anchor; None for all.
 
     Attributes:
-        lengths: tokens of every sample, int64.
+        lengths, answers: tokens of every sample, and those that are answers, int64.
+        counts: samples of every store; they come in the order of the stores.
 
     Raises:
         FileNotFoundError: there is no store. HyperDFlashConfigError: it is not whole, or a shard is
-            missing; when it is used: a shard is corrupt, or holds states that are not finite.
+            missing; when it is used: a shard is corrupt.
     """
 
-    def __init__(self, folder: str | Path, shards: list[Shard] | None = None) -> None:
-        self.folder = Path(folder)
-        self.identity = read_identity(self.folder)
-        self._index(read_shards(self.folder) if shards is None else shards)
+    def __init__(
+        self,
+        folder: str | Path | Sequence[str | Path],
+        shards: list[Shard] | None = None,
+        window: int | None = None,
+    ) -> None:
+        folders = [folder] if isinstance(folder, str | Path) else folder
+        self.folder, *others = map(Path, folders)
+        self.window, self.identity = window, read_identity(self.folder)
+        for other in others:
+            if read_identity(other) != self.identity:
+                raise HyperDFlashConfigError(
+                    f"{other} and {self.folder} hold states of two targets, dtypes or choices of "
+                    "layers, which no training mixes."
+                )
+        self._index(
+            {each: read_shards(each) for each in (self.folder, *others)}
+            if shards is None
+            else {self.folder: shards}
+        )
         self.samples = StoredSamples(self)
-        self._open: OrderedDict[str, OpenShard] = OrderedDict()
+        self._open: OrderedDict[Path, OpenShard] = OrderedDict()
         self._opening = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, "store")
         self._begun: dict[tuple[int, ...], tuple[States, list[Future]]] = {}
 
-    def _index(self, shards: list[Shard]) -> None:
+    def _index(self, stores: Mapping[Path, list[Shard]]) -> None:
         # The lists of a million samples' spans would be a GB in every process.
-        self._shards = [(s.file, s.sha256) for s in shards]
+        self._shards = [(f / SHARDS / s.file, s.sha256) for f in stores for s in stores[f]]
+        shards = list(chain.from_iterable(stores.values()))
+        self.counts = [sum(len(s.kept) for s in each) for each in stores.values()]
         flat, kept = chain.from_iterable, [s.kept for s in shards]
         counts = torch.tensor([len(samples) for samples in kept], dtype=torch.int64)
         self.lengths = torch.tensor([n for n, _ in flat(kept)], dtype=torch.int64)
@@ -111,6 +138,21 @@ class StoreReader:
         spans = [spans for _, spans in flat(kept)]
         self._span_at = torch.tensor([0, *map(len, spans)]).cumsum(0)
         self._spans = torch.tensor(list(flat(spans)), dtype=torch.int32).view(-1, 2)
+        cut, counts = self._unseen(), self._span_at.diff()
+        self.lengths, self._row = self.lengths - cut, self._row + cut
+        self._spans -= torch.repeat_interleave(cut, counts).int().unsqueeze(1)
+        self._spans.clamp_(min=0)
+        sizes = torch.cat([torch.zeros(1).long(), self._spans.diff().flatten().long().cumsum(0)])
+        self.answers = sizes[self._span_at].diff()
+
+    def _unseen(self) -> torch.Tensor:
+        """Of every sample, how many tokens at its start no block sees, int64."""
+        if self.window is None:
+            return torch.zeros_like(self.lengths)
+        with_answer = self._span_at.diff() > 0
+        first = self.lengths.clone()
+        first[with_answer] = self._spans[self._span_at[:-1][with_answer], 0].long()
+        return (first - self.window).clamp(min=0)
 
     def tokens(self, index: int) -> torch.Tensor:
         """``[S]`` int32 of a sample."""
@@ -129,22 +171,26 @@ class StoreReader:
 
     def opened(self, number: int) -> OpenShard:
         """A shard, verified. At most ``OPEN_SHARDS`` stay open."""
-        file, sha256 = self._shards[number]
+        path, sha256 = self._shards[number]
         with self._opening:
-            if found := self._open.get(file):
-                self._open.move_to_end(file)
-                return found
-        verify(self.folder, file, sha256)  # outside the lock: it reads the whole shard
+            if path in self._open:
+                self._open.move_to_end(path)
+                return self._open[path]
+        verify(path, sha256)  # outside the lock: it may read the whole shard
         with self._opening:
-            if file not in self._open:
-                self._open[file] = OpenShard(self.folder / SHARDS / file)
+            if path not in self._open:
+                self._open[path] = OpenShard(path)
             while len(self._open) > OPEN_SHARDS:
                 self._open.popitem(last=False)  # closed by its last user
-            return self._open[file]
+            return self._open[path]
 
     def prefetch(self, indices: list[int]) -> None:
-        """Begin to read the states of samples; :meth:`states` of the same list takes them."""
-        if tuple(indices) not in self._begun:
+        """Begin to read the states of samples; :meth:`states` of the same list takes them.
+
+        While what is being read takes ``PREFETCH_BYTES``, this does nothing.
+        """
+        begun = sum(states.nbytes for states, _ in self._begun.values())
+        if begun < PREFETCH_BYTES and tuple(indices) not in self._begun:
             self._begun[tuple(indices)] = self._begin(indices)
 
     def states(self, indices: list[int]) -> States:
@@ -178,29 +224,22 @@ class StoreReader:
             out = getattr(states, name)[row]
             if out.shape[-1]:
                 shard.read(name, rows.start, out[:n])
-                if not is_finite(out[:n]):
-                    raise HyperDFlashConfigError(
-                        f"{self.folder}: sample {index} holds states that are not finite: rows "
-                        f"{rows.start} to {rows.stop - 1} of {shard.path}. Remove that file and "
-                        "capture again, which leaves the sample out; train with a new --work."
-                    )
                 out[n:] = 0
         # The batch is collated in another thread, which then finds the tokens in the page cache.
         shard.tokens[rows].sum()
 
 
-def verify(folder: Path, file: str, sha256: str) -> None:
+def verify(path: Path, sha256: str) -> None:
     """Check a shard's checksum, unless a stamp says that this very file has been checked.
 
     Raises:
         HyperDFlashConfigError: it differs, or the file is missing.
     """
-    path, stamp = folder / SHARDS / file, folder / VERIFIED / file
     try:
-        found = path.stat()
-        text = f"{sha256} {found.st_size} {found.st_mtime_ns}\n"
-        if stamp.is_file() and stamp.read_text() == text:
-            return
+        text = stamp(path, sha256)
+        with suppress(FileNotFoundError):
+            if stamp_of(path).read_text() == text:
+                return
         right = file_hash(path) == sha256
     except FileNotFoundError as error:
         raise HyperDFlashConfigError(f"shard {path} is missing. {REPEAT}") from error
@@ -209,4 +248,4 @@ def verify(folder: Path, file: str, sha256: str) -> None:
             f"shard {path} is corrupt: its SHA-256 is not the manifest's. Remove it. {REPEAT}"
         )
     with suppress(WriteFailed):  # a store that may only be read: every process verifies it
-        write_text(stamp, text)
+        write_text(stamp_of(path), text)

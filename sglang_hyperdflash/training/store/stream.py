@@ -31,10 +31,9 @@ class StreamReader(StoreReader):
 
     Those of one writer are in its order, whatever its clock said; the clock orders writers.
 
-    Of a longer sample the last ``max_length`` tokens are read: RoPE turns queries and keys by their
-    distance, so a drafter does not notice where a sample begins. A sample whose shard has been
-    dropped, is damaged or holds a NaN has no answers and states of zeros: it teaches nothing. A
-    shard with a token that the target does not have is left out.
+    Of a longer sample the last ``max_length`` tokens are read. A sample whose shard has been
+    dropped or is damaged has no answers and states of zeros: it teaches nothing. A shard with a
+    token that the target does not have is left out.
 
     Args:
         vocabulary: tokens of the target.
@@ -51,7 +50,7 @@ class StreamReader(StoreReader):
     def __init__(self, folder: str | Path, max_length: int, vocabulary: int) -> None:
         self.max_length, self.vocabulary, self.written = max_length, vocabulary, 0
         self.held_out = torch.zeros(0, dtype=torch.bool)
-        self.unreadable: set[str] = set()  # names of shards
+        self.unreadable: set[Path] = set()  # shards
         self._manifests: dict[Path, Manifest] = {}
         self._flags: dict[str, list[bool]] = {}
         super().__init__(folder, [])
@@ -63,9 +62,9 @@ class StreamReader(StoreReader):
             for read in reads:  # by the indices of before
                 read.result()
         self._begun.clear()
-        self._index(shards)
+        self._index({self.folder: shards})
         self.held_out = torch.tensor(flags, dtype=torch.bool)
-        files = {shard.file for shard in shards}
+        files = {path for path, _ in self._shards}
         self.unreadable.clear()  # a shard may have been unreadable for a while
         for file in self._open.keys() - files:  # would keep its bytes on the disk
             del self._open[file]
@@ -91,12 +90,8 @@ class StreamReader(StoreReader):
         written = sum(manifest.end for manifest in self._manifests.values())
         return [shards[file] for file in flags], list(chain(*flags.values())), written
 
-    def _index(self, shards: list[Shard]) -> None:
-        super()._index(shards)
-        cut = (self.lengths - self.max_length).clamp(min=0)
-        self.lengths, self._row = self.lengths - cut, self._row + cut
-        spans_cut = torch.repeat_interleave(cut, self._span_at.diff()).int()
-        self._spans = (self._spans - spans_cut.unsqueeze(1)).clamp(min=0)
+    def _unseen(self) -> torch.Tensor:
+        return torch.maximum(super()._unseen(), self.lengths - self.max_length)
 
     def tokens(self, index: int) -> torch.Tensor:
         """``[S]`` int32 of a sample; zeros where it is gone."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sglang_hyperdflash.cli import main
+from sglang_hyperdflash.training.checkpoints import saved_states
 from sglang_hyperdflash.training.local_target import LocalTarget
-from sglang_hyperdflash.training.trainer import saved_states
 from tests.unit.shards import split
 from tests.unit.training.streams import add, learn_arguments, new_drafter, recorded, writer
 from tests.waiting import PATIENCE, until

@@ -307,10 +307,10 @@ def test_a_whole_training_file(tmp_path):
     assert schedule.objective == Objective(alpha=0.2, P=3)
     first, second = schedule.stage
     assert first.data == (str(tmp_path / "a.jsonl"), "hub:owner/name")
-    recipe = first.resolve(samples=10, objective=schedule.objective)
+    recipe = first.resolve([10], objective=schedule.objective)
     assert (recipe.steps, recipe.minutes, recipe.lr) == (4, None, 8e-4)  # ceil(1.5 * 10 / 4)
     assert recipe.objective is schedule.objective
-    assert second.resolve(10, schedule.objective).minutes == 3
+    assert second.resolve([10], schedule.objective).minutes == 3
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_whole_training_file(tmp_path):
         ("minutes = 3", "minutes = 3\nsteps = 4", "stage 2"),
         ('["b.jsonl"]', '"b.jsonl"', "stage 2.data"),
         ('["b.jsonl"]', "[]", "stage 2.data"),
-        ('"online"', '"captured"', "stage 1: data"),
+        ("minutes = 3", "minutes = 3\nweights = [1.0, 2.0]", "stage 2: expected 0 weights"),
     ],
 )
 def test_a_bad_field_of_a_training_file(tmp_path, old, new, named):

@@ -17,6 +17,7 @@ from sglang_hyperdflash.commands import capture, train
 from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.checkpoints import read_state, saved_states
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.model_card import model_card
@@ -27,7 +28,7 @@ from sglang_hyperdflash.training.rows import LeftOut
 from sglang_hyperdflash.training.samples import OnlineFeatures, Sample, collate
 from sglang_hyperdflash.training.store.manifest import Data, data_digest
 from sglang_hyperdflash.training.store.writer import open_writer
-from sglang_hyperdflash.training.trainer import Trainer
+from sglang_hyperdflash.training.trainer import Trainer, best_weights
 from tests.conftest import EXAMPLE
 from tests.unit.commands.builders import SAMPLE, SIZES, initialise, rows_of, small, write_rows
 from tests.unit.hub_cache import hub_home, use_hub_home
@@ -64,13 +65,13 @@ def test_a_run_goes_on_and_mends_or_finds_a_flipped_byte(tmp_path, target_dir, c
     log = rows_of(work / "stage-1" / "training_log.jsonl")
     assert [line["step"] for line in log] == [1, 2, 3]
     expected = weights_of(out)
-    for name in ("state-3.pt", "best/model.safetensors"):
+    for name in ("state-3/__0_0.distcp", "best/model.safetensors"):
         damaged = work / "stage-1" / name
         flip(damaged, damaged.stat().st_size // 2)
-        if name == "state-3.pt":
-            assert str(damaged) in refused(*again)
+        if name.startswith("state"):
+            assert str(damaged.parent) in refused(*again)
             assert weights_of(out) == expected
-            damaged.unlink()
+            shutil.rmtree(damaged.parent)
         assert main(again) == 0 and weights_of(out) == expected
     assert damaged.read_bytes() == expected
 
@@ -99,16 +100,16 @@ def test_a_stage_starts_from_the_fp32_weights_of_the_one_before(tmp_path, target
     changes = {"lr": 1e-2, "lr_floor": 0.0, "warmup_steps": 0, "seed": 2**62}
     config = two_stages(small(tmp_path, target_dir, **changes), "lr = 0.01", "lr = 1e-30")
     assert main(command(config)) == 0
-    states = (tmp_path / "work" / f"stage-{n}" / "state-2.pt" for n in (1, 2))
-    first, second = (torch.load(path, weights_only=True) for path in states)
+    best, second = best_weights(tmp_path / "work" / "stage-1"), tmp_path / "work" / "stage-2"
+    _, trained = read_state(saved_states(second)[-1])
     rounded = 0
-    for name, weight in first["best"]["weights"].items():
-        assert torch.equal(weight, second["drafter"][name]), name
+    for name, weight in best.items():
+        assert torch.equal(weight, trained[f"drafter.{name}"]), name
         rounded += int((weight.bfloat16().float() != weight).sum())
     assert rounded > 1000
     published = load_file(tmp_path / "out" / "model.safetensors")
     name = "layers.0.mlp.up_proj.weight"
-    assert torch.equal(published[name], second["best"]["weights"][name].bfloat16())
+    assert torch.equal(published[name], best_weights(second)[name].bfloat16())
 
 
 def test_a_draft_in_shards_is_trained_as_one_file_is(tmp_path, target_dir, refused):

@@ -10,12 +10,12 @@ import torch
 from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.training import learner as learner_module
+from sglang_hyperdflash.training.checkpoints import saved_states
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.judge import LEAST, Chosen, Comparison, is_better
 from sglang_hyperdflash.training.learner import Draws, Policy
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import Sample
-from sglang_hyperdflash.training.trainer import saved_states
 from tests.unit.training import streams
 from tests.unit.training.store.small import files_of
 from tests.unit.training.streams import ANSWER, PROMPT, new_learner, recorded, refreshed, run
@@ -175,24 +175,24 @@ def test_a_poisoned_half_does_not_win_on_the_other_half(target, content, learned
 
 
 def test_shards_come_and_go_while_it_learns(target, content, tmp_path):
+    """A report is shown when the next step has ended."""
     with streams.writer(tmp_path / "store", target) as opened:
         streams.add(opened, content[:100])
-        learner, seen = new_learner(target, tmp_path / "store", tmp_path), []
+        learner, seen = new_learner(target, tmp_path / "store", tmp_path, every=4), []
 
         def change(trainer, report):
             seen.append((len(trainer.train.lengths), report["loss"] > 0))
-            step = trainer.state["step"]
-            if step == 1:
+            if report["step"] == 0:
                 opened.retain(0, 0.0)  # all that it chose from
                 trainer.train._open.clear()
-            if step == 2:
+            if report["step"] == 1:
                 streams.add(opened, content[100:160])
-            if step == 4:
+            if report["step"] == 5:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             learner.run(learner.published, change)
-    assert seen == [(100, True), (100, False), (60, True), (60, True)]
+    assert seen == [(100, True)] * 2 + [(100, False)] * 2 + [(60, True)] * 2
     assert learner.records[0]["samples"] == 100
 
 
@@ -205,7 +205,7 @@ def test_it_waits_for_new_samples(target, content, tmp_path, monkeypatch, count,
     with pytest.raises(SystemExit) as ended:
         learner.run(learner.published)
     assert ended.value.code == 143 and said in learner.lines[-1]
-    assert [path.name for path in saved_states(tmp_path / "work")] == ["state-0.pt", "state-1.pt"]
+    assert [path.name for path in saved_states(tmp_path / "work")] == ["state-0", "state-1"]
 
 
 def histograms(requests: int, tau: float, seed: int = 0) -> torch.Tensor:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from sglang_hyperdflash.tools.atomic import WriteFailed
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
@@ -28,11 +27,11 @@ def trainer_at(folder, step: int = 0, main: bool = True):
 
 def monitored(trainer, losses: dict[int, float], report_to=("tensorboard",)) -> None:
     """Steps of these losses, each with a checkpoint."""
-    counts = {"hits": torch.tensor([3, 1]), "rows": torch.tensor([4, 4]), "tokens": 7}
+    counts = {"hits": [3, 1], "rows": [4, 4], "tokens": 7, "parts": {"data": 0.125}}
     with Monitor(trainer, "stage 1", report_to) as monitor:
         for step, loss in losses.items():
             trainer.state["step"] = step
-            report = {"loss": loss, "ce": loss, "gradient_norm": 0.25, "data_wait": 0.125}
+            report = {"step": step - 1, "loss": loss, "ce": loss, "gradient_norm": 0.25}
             monitor(trainer, report | counts)
             held_out = {"own": {"tau": 1.5 * step, "position_acceptance": [0.5]}}
             trainer.records.append({"step": step, "tau": 1.25 * step, "held_out": held_out})
@@ -51,9 +50,9 @@ def test_tensorboard_has_every_step_once(tmp_path):
     assert scalars["held_out/tau"] == [(1, 1.25), (2, 2.5), (3, 3.75)]
     assert scalars["held_out/own/tau"][-1] == (3, 4.5)
     assert scalars["position_accuracy/1"][0] == (1, 0.75)
-    constant = {"learning_rate": 0.5, "gradient_norm": 0.25, "data_wait_seconds": 0.125}
+    constant = {"train/learning_rate": 0.5, "train/gradient_norm": 0.25, "seconds/data": 0.125}
     for name, value in constant.items():
-        assert scalars[f"train/{name}"] == [(step, value) for step in (1, 2, 3)]
+        assert scalars[name] == [(step, value) for step in (1, 2, 3)]
     assert all(rate > 0 for _, rate in scalars["train/answer_tokens_per_second"])
 
 

@@ -44,7 +44,7 @@ def test_drafts_are_the_page_s_and_are_counted_as_a_server_would(target, causal,
         tokens += propose_block(target, replay.drafter, tokens)[:5]
         samples.append(Sample.continuation(tokens, len(prompt.tokens) - 1))
     source, every = FeatureCache(target, samples, dtype=torch.float32), [3, 0, 6, 1, 6, 2, 6, 4, 0]
-    assert replay.acceptance(source) == [every.count(taken) for taken in range(7)]
+    assert replay.measure(source)[0].sum(0).tolist() == [every.count(taken) for taken in range(7)]
     scores = replay.evaluate(source)
     assert scores["tau"] == pytest.approx(1 + sum(every) / 9)
     rates = [sum(taken > k for taken in every) / 9 for k in range(6)]
@@ -72,7 +72,7 @@ def test_the_expected_tau_is_the_sum_of_products_of_overlaps(target, source):
                 reach *= float(torch.minimum(p, q).sum())
                 tau += reach
             taus.append(tau)
-    assert replay.expected_tau(source) == pytest.approx(sum(taus) / len(taus), rel=1e-4)
+    assert replay.measure(source, sampled=True)[1] == pytest.approx(sum(taus) / len(taus), rel=1e-4)
 
 
 @pytest.mark.parametrize(("window", "length"), [(12, 48), (None, 48), (12, 1000)])
@@ -101,26 +101,29 @@ def test_memory_grows_with_an_answers_length_and_not_with_its_square(target, rep
     for length in (64, 128, 256):
         states = States.without_layers(torch.zeros(1, length, 1024))
         with LargestTensor() as seen:
-            replay.acceptance(SimpleNamespace(samples=answers(length), states=lambda _: states))  # noqa: B023
+            replay.measure(SimpleNamespace(samples=answers(length), states=lambda _: states))  # noqa: B023
         sizes.append(seen.most)
     assert sizes[2] <= 2.1 * sizes[1] <= 2.1 * 2.1 * sizes[0], sizes
 
 
 def test_neither_processes_nor_chunks_change_a_tau(target, replay, monkeypatch):
     source = FeatureCache(target, answers(*range(20, 27)), dtype=torch.float32)
-    histogram, tau = replay.acceptance(source, 2), replay.expected_tau(source, 2)
-    sums = [Mock(side_effect=torch.clone) for _ in range(3)]
+    histograms, tau = replay.measure(source, sampled=True, batch=2)
+    asked, sums = [], [Mock(side_effect=torch.clone) for _ in range(3)]
+    plain = source.states
+    source.states = lambda indices: asked.append(indices) or plain(indices)
     monkeypatch.setattr(replay_module, "ANCHORS", 7)
     monkeypatch.setattr(replay_module, "BLOCKS", 3)
     for rank, add in enumerate(sums):
-        world = SimpleNamespace(rank=rank, size=3, sum=add)
-        replay.acceptance(source, 2, world)
-        replay.expected_tau(source, 2, world)
+        replay.measure(
+            source, sampled=True, batch=2, world=SimpleNamespace(rank=rank, size=3, sum=add)
+        )
     counts, taus = zip(*([call.args[0] for call in add.mock_calls] for add in sums), strict=True)
-    assert sum(counts).sum(0).tolist() == histogram
-    assert all(0 < count.sum() < sum(histogram) for count in counts), "a process had no answers"
+    assert torch.equal(sum(counts), histograms)
+    assert all(0 < count.sum() < histograms.sum() for count in counts), "a process had no answers"
     total, blocks = sum(taus).tolist()
     assert 1 + total / blocks == pytest.approx(tau, rel=1e-6)
+    assert sorted(i for indices in asked for i in indices) == list(range(7))  # once
 
 
 @pytest.fixture

@@ -9,25 +9,26 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training import process_group
 from sglang_hyperdflash.training.anchors import sample_anchors
+from sglang_hyperdflash.training.checkpoints import saved_states
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache, Passes, collate, generator_seed
-from sglang_hyperdflash.training.trainer import Trainer, saved_states
+from sglang_hyperdflash.training.trainer import Trainer
 from tests.unit.commands.builders import SAMPLE, small, write_rows
-from tests.unit.training.conftest import LargestTensor, answers
+from tests.unit.training.conftest import answers
 from tests.unit.training.streams import new_drafter, random_drafter
 from tests.waiting import PATIENCE
 
@@ -116,12 +117,14 @@ def eager_loss(trainer: Trainer) -> torch.Tensor:
 )
 def test_loss_and_gradients_are_as_restated(target, cache, tmp_path, objective, shape, micro_batch):
     """Eq. 3 of the paper, and DSpark's and DFlash 2's forms with a head, in any pieces."""
-    drafter, changes = random_drafter(target, **shape), {"micro_batch": micro_batch}
+    drafter, changes = random_drafter(target, **shape), {"micro_batch": micro_batch, "clip": 1e9}
     trainer = new_trainer(target, cache, tmp_path, drafter, objective=objective, **changes)
     expected = eager_loss(trainer)
     names, parameters = zip(*trainer.drafter.named_parameters(), strict=True)
     gradients = torch.autograd.grad(expected, parameters)
-    assert trainer.accumulate(0)["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    report = trainer.keep(trainer.step())
+    assert report["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert report["gradient_norm"] > 0
     for name, parameter, wanted in zip(names, parameters, gradients, strict=True):
         assert wanted.norm() > 0, name
         assert (parameter.grad - wanted).norm() < 1e-4 * wanted.norm(), name
@@ -154,33 +157,39 @@ def test_anchors_are_drawn_without_replacement_in_order_and_uniformly():
 def test_every_sample_comes_once_in_a_pass_whose_order_a_restart_repeats():
     """Also where a batch does not divide the samples."""
     for count, size in ((1000, 10), (1000, 30)):
-        passes = Passes(count, size, seed=3)
+        passes = Passes([count], size, seed=3)
         seen = [i for step in range(3 * count // size) for i in passes.batch(step)]
         orders = [seen[start : start + count] for start in (0, count, 2 * count)]
         assert [sorted(order) for order in orders] == [list(range(count))] * 3
         assert orders[0] != orders[1] != orders[2]
-        assert Passes(count, size, seed=3).batch(50) == seen[50 * size : 51 * size]
+        assert Passes([count], size, seed=3).batch(50) == seen[50 * size : 51 * size]
 
 
-def test_similar_lengths_run_together_and_processes_have_equal_shares(target, cache, tmp_path):
+def test_a_pass_takes_samples_of_every_source_by_its_weight():
+    """A fraction is others in every pass."""
+    passes = Passes([100, 40, 10], 10, seed=3, weights=(1.0, 0.5, 3.0))
+    assert passes.count == 100 + 20 + 30
+    seen = [[i for step in range(15) for i in passes.batch(15 * n + step)] for n in range(3)]
+    for order in seen:
+        counted = Counter(order)
+        assert [counted[i] for i in range(100)] == [1] * 100
+        assert sum(counted[i] for i in range(100, 140)) == 20
+        assert [counted[i] for i in range(140, 150)] == [3] * 10
+    halves = [{i for i in order if 100 <= i < 140} for order in seen]
+    assert len(set().union(*halves)) > 30
+
+
+def test_every_process_deals_the_same_and_gets_its_part(target, cache, tmp_path):
     g = torch.Generator().manual_seed(0)
     lengths = torch.randint(10, 2000, (1000,), generator=g)
     trainer = new_trainer(target, cache, tmp_path, batch=64, micro_batch=8)
-    trainer.train = SimpleNamespace(lengths=lengths)
-    trainer.passes = Passes(1000, 64, seed=3)
-    padded, together = [0, 0], 0
-    for step in range(10):
-        drawn = []
-        for rank in range(2):
-            trainer.world = SimpleNamespace(rank=rank, size=2)
-            for share in trainer._shares(step):
-                assert len(share) == 8
-                padded[rank] += 8 * max(int(lengths[i]) for _, i in share)
-                drawn += share
-        assert sorted(drawn) == list(enumerate(trainer.passes.batch(step)))
-        together += int(lengths[trainer.passes.batch(step)].sum())
-    assert sum(padded) < 1.3 * together
-    assert abs(padded[0] - padded[1]) < 0.05 * padded[0]
+    trainer.train = SimpleNamespace(lengths=lengths, answers=lengths // 2)
+    trainer.passes = Passes([1000], 64, seed=3)
+    trainer.world = SimpleNamespace(rank=0, size=2)
+    for step in range(3):
+        shares = trainer._dealt(step)
+        drawn = sorted(each for share in shares for part in share for each in part)
+        assert len(shares) == 2 and drawn == list(enumerate(trainer.passes.batch(step)))
 
 
 def test_the_next_steps_are_read_while_one_computes(target, cache, tmp_path):
@@ -192,7 +201,7 @@ def test_the_next_steps_are_read_while_one_computes(target, cache, tmp_path):
         assert indices in asked and ahead <= {i for each in asked for i in each}
         return cache.states(indices)
 
-    given = {"samples": cache.samples, "lengths": cache.lengths}
+    given = {"samples": cache.samples, "lengths": cache.lengths, "answers": cache.answers}
     trainer.train = SimpleNamespace(prefetch=asked.append, states=states, **given)
     for _ in range(3):
         asked.clear()
@@ -256,58 +265,89 @@ def whole(target, cache, tmp_path_factory):
     return train(target, cache, folder), folder
 
 
-def test_a_loss_or_gradient_that_is_not_finite_reaches_no_checkpoint(target, cache, tmp_path):
+def test_a_loss_or_gradient_that_is_not_finite_changes_no_weight(target, cache, tmp_path):
     """Clipping would spread it over all weights."""
     trainer = new_trainer(target, cache, tmp_path, every=2)
     weight, calls = trainer.drafter.layers[0].mlp.up_proj.weight, itertools.count(1)
     weight.register_hook(lambda grad: grad * (float("inf") if next(calls) == 4 else 1.0))
-    kept = {}
-
-    def keep(trainer, _report):
-        kept.update({n: w.clone() for n, w in trainer.drafter.state_dict().items()})
-
+    for _ in range(3):
+        trainer.keep(trainer.step())
+    before = {n: w.clone() for n, w in trainer.drafter.state_dict().items()}
     with pytest.raises(FloatingPointError, match=r"gradient .* at step 3\."):
-        trainer.run(tmp_path / "best", keep)
-    assert [path.name for path in saved_states(tmp_path)] == ["state-2.pt"]
-    torch.testing.assert_close(dict(trainer.drafter.state_dict()), kept, rtol=0, atol=0)
+        trainer.keep(trainer.step())
+    after = dict(trainer.drafter.state_dict())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
     trainer.drafter.norm.weight.data[0] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"loss .* at step 3\."):
-        trainer.step()
-    assert trainer.state["step"] == 3
+    with pytest.raises(FloatingPointError, match=r"loss .* at step 4\."):
+        trainer.keep(trainer.step())
 
 
-@pytest.mark.parametrize("step", [2, 3, 6])  # between checkpoints, at one, and at the end
-def test_sigterm_saves_the_step_and_a_rerun_ends_the_same(target, cache, whole, tmp_path, step):
-    def terminate(trainer, _report):
-        if trainer.state["step"] == step - 1:
+def test_a_run_ends_at_a_loss_that_is_not_finite_and_saves_nothing_of_it(target, cache, tmp_path):
+    trainer = new_trainer(target, cache, tmp_path, every=2)
+    weight, calls = trainer.drafter.layers[0].mlp.up_proj.weight, itertools.count(1)
+    weight.register_hook(lambda grad: grad * (float("inf") if next(calls) == 4 else 1.0))
+    with pytest.raises(FloatingPointError, match=r"at step 3\."):
+        trainer.run(tmp_path / "best")
+    trainer.checkpoints.wait()
+    assert [path.name for path in saved_states(tmp_path)] == ["state-2"]
+
+
+# Between checkpoints, and at one.
+@pytest.mark.parametrize(("shown", "saved"), [(2, 3), (3, 3), (4, 5)])
+def test_sigterm_saves_what_is_done_and_a_rerun_ends_the_same(
+    target, cache, whole, tmp_path, shown, saved
+):
+    def terminate(trainer, report):
+        if report["step"] + 1 == shown:  # of the step before the one that just ended
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
         train(target, cache, tmp_path, terminate)
     assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
-    assert saved_states(tmp_path)[-1].name == f"state-{step}.pt"
+    assert saved_states(tmp_path)[-1].name == f"state-{saved}"
     resumed = new_trainer(target, cache, tmp_path)
-    assert resumed.state["step"] == step
+    assert resumed.state["step"] == saved
     resumed.run(tmp_path / "best")
     states = [dict(each.drafter.state_dict()) for each in (whole[0], resumed)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
     assert result(tmp_path) == result(whole[1])
 
 
+def test_sigterm_ends_a_step_between_its_micro_batches(target, cache, whole, tmp_path):
+    """A step of many samples would take longer than a scheduler waits."""
+    trainer, seen = new_trainer(target, cache, tmp_path, micro_batch=1), []
+    plain = trainer.train.states
+
+    def states(indices):
+        seen.append(indices)
+        if len(seen) == 6:  # the second of the second step's four
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(indices)
+
+    trainer.train = SimpleNamespace(**vars(cache), prefetch=cache.prefetch, states=states)
+    with pytest.raises(SystemExit):
+        trainer.run(tmp_path / "best")
+    assert len(seen) == 6
+    assert [path.name for path in saved_states(tmp_path)] == ["state-1"]
+    resumed = train(target, cache, tmp_path)
+    states = [dict(each.drafter.state_dict()) for each in (whole[0], resumed)]
+    torch.testing.assert_close(*states)
+
+
 def test_sigterm_of_another_process_stops_this_one(target, cache, tmp_path):
     trainer = new_trainer(target, cache, tmp_path)
-    plain = trainer.world.sum
+    plain, calls = trainer.world.sum, itertools.count(1)
 
     def with_another(tensor):
-        if tensor.numel() == 3 + 2 * trainer.drafter.config.num_drafts + 1:
-            tensor[-1] += 1  # of a step's message, the request to stop
+        if tensor.dtype == torch.float64 and next(calls) == 3:  # the second step's first message
+            tensor[-1] += 1  # the request to stop
         return plain(tensor)
 
     trainer.world.sum = with_another
     with pytest.raises(SystemExit):
         trainer.run(tmp_path / "best")
-    assert [path.name for path in saved_states(tmp_path)] == ["state-1.pt"]
+    assert [path.name for path in saved_states(tmp_path)] == ["state-1"]
 
 
 def test_a_kill_between_files_of_a_checkpoint_loses_neither(target, cache, tmp_path, monkeypatch):
@@ -330,7 +370,7 @@ def test_a_kill_between_files_of_a_checkpoint_loses_neither(target, cache, tmp_p
         return renamed
 
     every = cut_before(-1)
-    states = ["state-1.pt", "state-2.pt", "state-3.pt"]
+    states = ["state-1", "state-2", "state-3"]
     assert set(every) == {"model.safetensors", "config.json", "training_log.jsonl", *states}
     expected = result(tmp_path / "cut--1")
     for number, name in enumerate(every):
@@ -374,39 +414,19 @@ def test_a_context_of_a_million_tokens_takes_no_table():
     assert sum(buffer.nbytes for buffer in drafter.buffers()) < 2**20
 
 
-def test_gradients_are_summed_where_they_are(monkeypatch):
-    """A flat copy of a drafter of a billion parameters would be 4 GB."""
-    parameters = [nn.Parameter(torch.randn(8, 9)) for _ in range(5)]
-    for parameter in parameters[:4]:
-        parameter.grad = torch.randn(8, 9)
-    before = [p.grad.clone() for p in parameters[:4]] + [torch.zeros(8, 9)]
-
-    def all_reduce(tensor: torch.Tensor, async_op: bool) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: tensor.mul_(2))
-
-    monkeypatch.setattr(process_group.dist, "all_reduce", all_reduce)
-    world = ProcessGroup()
-    world.size = 2
-    with LargestTensor() as seen:
-        world.sum_gradients(parameters)
-    assert seen.most == 8 * 9
-    assert all(torch.equal(p.grad, 2 * one) for p, one in zip(parameters, before, strict=True))
-
-
 def second(more: float = 0.0) -> ProcessGroup:
-    """The second of two processes; the main one is at another step, its weights are all 0.5."""
+    """The second of two processes; the main one is at another step if ``more``."""
     world = ProcessGroup()
     world.size, world.rank, world.sum = 2, 1, lambda tensor: 2 * tensor + more
-    world.share = lambda tensors: [tensor.fill_(0.5) for tensor in tensors]
+    world.synchronized = lambda module: module
     return world
 
 
-def test_every_process_starts_at_the_main_one_s_step_from_its_weights(target, cache, tmp_path):
+def test_every_process_resumes_at_one_step(target, cache, tmp_path):
     new_trainer(target, cache, tmp_path / "has", steps=1, every=1).run(tmp_path / "best")
     given = (target, cache, {}, RECIPE)
     resumed = Trainer(new_drafter(target), *given, tmp_path / "has", second())
     assert resumed.state["step"] == 1
-    assert all((p == 0.5).all() for p in resumed.drafter.parameters())
     with pytest.raises(HyperDFlashConfigError, match="has not"):
         Trainer(new_drafter(target), *given, tmp_path / "has not", second(1.0))
 
@@ -416,7 +436,8 @@ def test_processes_on_a_cpu_use_gloo_on_a_host_with_gpus(monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(process_group.dist, "init_process_group", asked.append)
+    monkeypatch.setattr(process_group.dist, "new_group", lambda backend: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for device in ("cpu", "cuda"):
         ProcessGroup(device)
-    assert asked == ["gloo", "nccl"]
+    assert asked == ["gloo", "cpu:gloo,cuda:nccl"]

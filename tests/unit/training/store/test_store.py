@@ -15,7 +15,7 @@ from sglang_hyperdflash.tools.ownership import NotOurs
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store import manifest as manifest_module
-from sglang_hyperdflash.training.store import writer as writer_module
+from sglang_hyperdflash.training.store import reader as reader_module
 from sglang_hyperdflash.training.store.manifest import Data, Shard, content_hash, read_shards
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.retention import surplus
@@ -178,22 +178,50 @@ def test_memory_of_a_reader_does_not_grow_with_tokens(tmp_path):
     assert peak < 100_000 * shards, f"{peak / (100_000 * shards):.2f} bytes a token"
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_a_sample_that_was_stored_though_it_is_not_finite(tmp_path, monkeypatch, fp8):
-    """A trainer is told which it is; to a learner it teaches nothing."""
-    monkeypatch.setattr(writer_module, "is_finite", lambda _: True)  # as an older writer did
-    with opened(tmp_path, identity=replace(IDENTITY, fp8=fp8)) as writer:
-        writer.begin(small.DATA)
-        writer.add(0, SAMPLES[:2], [(STATES[0],), (small.broken(STATES[1]),)])
-        small.add(writer, small.RANGES[1:])
+def test_a_window_leaves_out_what_no_block_sees(tmp_path):
+    """Of spans (2, 3) and (4, n): the first block's anchor is token 2."""
+    write(tmp_path)
+    source, whole = StoreReader(tmp_path, window=1), StoreReader(tmp_path)
+    assert source.lengths.tolist() == [4, 8, 5, 6]
+    assert source.answers.tolist() == whole.answers.tolist() == [2, 6, 3, 4]
+    for sample, cut in zip(SAMPLES, source.samples, strict=True):
+        assert cut.tokens.tolist() == sample.tokens[1:]
+        assert cut.spans == tuple((start - 1, end - 1) for start, end in sample.spans)
+    states, full = source.states([1, 0]).residual, whole.states([1, 0]).residual
+    assert torch.equal(states[:, :4], full[:, 1:5]) and states.shape[1] == 8
+    assert StoreReader(tmp_path, window=2).lengths.tolist() == whole.lengths.tolist()
+
+
+def test_several_stores_are_read_as_one(tmp_path):
+    write(tmp_path / "a")
+    write(tmp_path / "b")
+    source = StoreReader([tmp_path / "a", tmp_path / "b"])
+    assert source.counts == [4, 4] and contents(source) == SAMPLES * 2
+    states = source.states([1, 5]).residual
+    assert torch.equal(states[0], states[1])
+    with opened(tmp_path / "c", identity=replace(IDENTITY, hc_mult=1)):
+        pass
+    with pytest.raises(HyperDFlashConfigError, match="two targets"):
+        StoreReader([tmp_path / "a", tmp_path / "c"])
+
+
+def test_what_was_just_written_is_not_hashed_again(tmp_path, monkeypatch):
+    write(tmp_path)
+    hashed = []
+    monkeypatch.setattr(reader_module, "file_hash", hashed.append)
+    assert contents(StoreReader(tmp_path)) == SAMPLES and not hashed
+
+
+def test_no_more_is_read_ahead_than_fits(tmp_path, monkeypatch):
+    """States that do not fit are read when they are asked for."""
+    write(tmp_path)
     source = StoreReader(tmp_path)
-    source.states([0, 2, 3])
-    with pytest.raises(HyperDFlashConfigError, match=rf"sample 1 .* rows 5 to 13 of .*/{FIRST}"):
-        source.states([2, 1])
-    stream = refreshed(tmp_path, 9)
-    states = stream.states([0, 1, 2]).residual
-    assert not states[1].any() and states[2].any()
-    assert [s.spans for s in stream.samples][1:] == [(), SAMPLES[2].spans, SAMPLES[3].spans]
+    monkeypatch.setattr(reader_module, "PREFETCH_BYTES", STATES[0].nbytes + 1)
+    for i in range(4):
+        source.prefetch([i])
+    assert list(source._begun) == [(0,), (1,)]
+    assert torch.equal(source.states([3]).residual[0], STATES[3])
+    assert list(source._begun) == [(0,), (1,)]
 
 
 def test_the_newest_stay_and_a_uniform_sample_of_the_others():

@@ -74,7 +74,8 @@ def learn(
     train.check_target(drafter.config, files)
     target = BorrowedTarget(files)
     wait_for_store(args.store, world)
-    stream = StreamReader(args.store, args.max_length, drafter.config.vocab_size)
+    config = drafter.config
+    stream = StreamReader(args.store, args.max_length, config.vocab_size, config.window)
     train.check_store(stream, drafter.config, target.final.norm)
     # Not before there is a store: its first writer expects an empty folder.
     learner_claim = claim(args.store / "learner", KIND, {}, is_file=True)

@@ -224,6 +224,12 @@ def train(commands) -> None:
     add("--work", type=Path, required=True, help="folder of this run's states and logs")
     text = "folder that keeps the target's states for later runs on the same samples"
     add("--states", type=Path, metavar="FOLDER", help=f"{text} (default: WORK/states)")
+    text = "set a field of the training file, such as stage.0.lr=1e-4; repeat it for more"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "print simulated tau of a drafter on the held-out answers, and train nothing"
+    add("--evaluate", type=Path, metavar="DRAFTER", help=text)
+    text = "steps of each stage to trace with torch's profiler, into WORK/stage-N/profile"
+    add("--profile", type=COUNT, default=0, metavar="STEPS", help=text)
     add("--strict", action="store_true", help=STRICT)
     add_process_options(parser)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,11 +34,13 @@ from sglang_hyperdflash.training.model_card import CARD, model_card
 from sglang_hyperdflash.training.monitor import Monitor, check_reporters
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, read_schedule
-from sglang_hyperdflash.training.replay import check_whole_blocks
+from sglang_hyperdflash.training.replay import Replay, check_whole_blocks
 from sglang_hyperdflash.training.rows import LeftOut
 from sglang_hyperdflash.training.samples import OnlineFeatures, Source
-from sglang_hyperdflash.training.store.manifest import content_hash
+from sglang_hyperdflash.training.store.manifest import budgeted, content_hash
 from sglang_hyperdflash.training.store.reader import StoreReader
+from sglang_hyperdflash.training.store.stream import WindowReader
+from sglang_hyperdflash.training.streamed import StreamTrainer
 from sglang_hyperdflash.training.trainer import Trainer, best_weights
 
 KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
@@ -82,6 +85,11 @@ def hold(schedule: Schedule, work: Path, claims: ExitStack) -> None:
             f"out {schedule.out} must not be or contain --work {work}. Choose another folder."
         )
     settings = settings_of(schedule)
+    if schedule.features == "captured":
+        for store in {store for stage in schedule.stage for store in stage.data}:
+            if budgeted(Path(store)):  # what one run has used is gone
+                reader = claim(Path(store) / "reader", KIND, {"work": location(work)}, is_file=True)
+                claims.enter_context(reader)
     resumed_id = check(work, KIND, settings) or "a new one"
     check(schedule.out, OUT, {"work": location(work), "run": resumed_id})
     run_id = claims.enter_context(claim(work, KIND, settings))
@@ -124,12 +132,17 @@ def train(
     device: torch.device,
     states: Path | None = None,
     strict: bool = False,
+    *,
+    evaluate: bool = False,
+    profile: int = 0,
 ) -> None:
     """Run every stage; finished ones are skipped, an interrupted one resumes.
 
     Args:
         states: the folder that keeps the target's states for later runs; None for one in ``work``.
         strict: see :class:`LeftOut`.
+        evaluate: whether to measure ``schedule.draft`` on the held-out answers, and train nothing.
+        profile: steps of each stage that are traced.
     """
     target, drafter = load_pair(schedule)
     if schedule.features != "captured":
@@ -144,7 +157,7 @@ def train(
 
     def source(files: tuple[str, ...], title: str) -> Source:
         if schedule.features == "captured":
-            store = StoreReader(files, window=drafter.config.window)
+            store = open_store(files, drafter.config.window)
             check_store(store, drafter.config, target.final.norm)
             return store
         say(f"{title}: {loaded[files]}")
@@ -157,6 +170,13 @@ def train(
     for kind, file in schedule.held_out.items():
         held_out[kind] = source((file,), kind)
         check_whole_blocks(held_out[kind].samples, drafter.config.block_size, file)
+    if evaluate:
+        replay = Replay(drafter.to(device), target, schedule.stage[0].bf16)
+        sampled = drafter.dependency is not None
+        for kind, answers in held_out.items():
+            measured = replay.evaluate(answers, sampled=sampled, world=world)
+            say(f"{kind}: {json.dumps(measured)}")
+        return
     best, last, recipes = schedule.draft, "", []
     for number, stage in enumerate(schedule.stage, 1):
         title, folder = f"stage {number}", work / f"stage-{number}"
@@ -165,11 +185,13 @@ def train(
         if number > 1:
             world.on_main(partial(continue_from, drafter, work / f"stage-{number - 1}"))
         recipes.append(stage.resolve(features.counts, schedule.objective))
-        trainer = Trainer(drafter, target, features, held_out, recipes[-1], folder, world)
+        given = drafter, target, features, held_out, recipes[-1], folder, world
+        streamed = isinstance(features, WindowReader)
+        trainer = StreamTrainer(*given, say=say) if streamed else Trainer(*given)
         check_next_stage(trainer, work, number)
         if trainer.state["step"]:
             say(f"{title}: resumed at step {trainer.state['step']}")
-        with Monitor(trainer, title, schedule.report_to) as monitor:
+        with Monitor(trainer, title, schedule.report_to, profile) as monitor:
             trainer.run(folder / "best", monitor)
         best, last = folder / "best", best_line(trainer)
         if number < len(schedule.stage):
@@ -178,6 +200,23 @@ def train(
         card = model_card(drafter.raw, schedule.target, schedule, recipes, trainer.best)
         publish(best, schedule.out, card)
         print(f"{last} ({schedule.out})")
+
+
+def open_store(folders: tuple[str, ...], window: int | None) -> StoreReader:
+    """Open the stores of a stage, or the one that is being captured with a budget.
+
+    Raises:
+        HyperDFlashConfigError: a store with a budget is one of several.
+    """
+    limited = [folder for folder in folders if budgeted(Path(folder))]
+    if not limited:
+        return StoreReader(folders, window=window)
+    if len(folders) > 1:
+        raise HyperDFlashConfigError(
+            f"{limited[0]} was captured with --budget: expected it to be the only data of its "
+            f"stage, found {len(folders)} stores."
+        )
+    return WindowReader(folders[0], budgeted(Path(folders[0])), window)
 
 
 def load_all(schedule: Schedule, left_out: LeftOut) -> dict[tuple[str, ...], Loaded]:
@@ -276,7 +315,9 @@ def processes(args: argparse.Namespace) -> Iterator[tuple[ProcessGroup, torch.de
 
 def run(args: argparse.Namespace) -> int:
     """Run the training file."""
-    schedule = read_schedule(args.config)
+    schedule = read_schedule(args.config, args.set)
+    if args.evaluate is not None:
+        schedule = dataclasses.replace(schedule, draft=args.evaluate)
     schedule = dataclasses.replace(schedule, draft=drafter_folder(schedule.draft))
     if args.states is not None and schedule.features != "cache":
         raise HyperDFlashConfigError(
@@ -285,6 +326,8 @@ def run(args: argparse.Namespace) -> int:
         )
     check_reporters(schedule.report_to)
     with processes(args) as (world, device), ExitStack() as claims:
-        world.on_main(lambda: hold(schedule, args.work, claims))
-        train(schedule, args.work, world, device, args.states, args.strict)
+        if args.evaluate is None:
+            world.on_main(lambda: hold(schedule, args.work, claims))
+        options = {"evaluate": args.evaluate is not None, "profile": args.profile}
+        train(schedule, args.work, world, device, args.states, args.strict, **options)
     return 0

@@ -23,9 +23,14 @@ class Monitor:
 
     The bar gives loss, accuracy of the first and of all drafted positions, answer tokens per
     second and the simulated tau of the last checkpoint, once there is one.
+
+    Args:
+        profile: steps to trace into ``profile`` of the trainer's folder, after the first five.
     """
 
-    def __init__(self, trainer, title: str, report_to: Collection[str] = ("none",)) -> None:
+    def __init__(
+        self, trainer, title: str, report_to: Collection[str] = ("none",), profile: int = 0
+    ) -> None:
         step, total = trainer.state["step"], trainer.recipe.steps
         main = trainer.world.is_main
         names = [name for name in report_to if main and name in REPORTERS]
@@ -33,11 +38,22 @@ class Monitor:
         self.bar = tqdm(total=total, initial=step, desc=title, unit="step", disable=not main)
         self.then = time.monotonic()
         self.trainer = trainer
+        self.profiler = None
+        if main and profile:
+            from torch.profiler import profile as torch_profile
+            from torch.profiler import schedule, tensorboard_trace_handler
+
+            self.profiler = torch_profile(
+                schedule=schedule(wait=4, warmup=1, active=profile, repeat=1),
+                on_trace_ready=tensorboard_trace_handler(str(trainer.folder / "profile")),
+            )
         # A kill may have come between a checkpoint and the step that shows it.
         self.shown = max((r["step"] for r in trainer.records if r["step"] < step), default=0)
 
     def __call__(self, trainer, report: dict[str, Any]) -> None:
         self._show_checkpoint()
+        if self.profiler is not None:
+            self.profiler.step()
         now, step = time.monotonic(), report["step"] + 1
         pairs = zip(report["hits"], report["rows"], strict=True)
         accuracy = [hits / max(rows, 1) for hits, rows in pairs]
@@ -78,10 +94,14 @@ class Monitor:
             reporter.log(scalars, self.shown)
 
     def __enter__(self) -> Monitor:
+        if self.profiler is not None:
+            self.profiler.start()
         return self
 
     def __exit__(self, failure, *_exception) -> None:
         self.bar.close()
+        if self.profiler is not None:
+            self.profiler.stop()
         try:
             if failure is None:
                 self._show_checkpoint()

@@ -219,8 +219,40 @@ class Schedule:
     objective: Objective = dataclasses.field(default_factory=Objective)
 
 
-def read_schedule(path: Path) -> Schedule:
+def _change(raw: dict[str, Any], change: str) -> None:
+    """Set a field of a training file by ``NAME=VALUE``; the value is TOML, or a text.
+
+    Raises:
+        HyperDFlashConfigError: the name is none that a field may have.
+    """
+    name, equals, text = change.partition("=")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, field = name.split(".")
+    place: Any = raw
+    try:
+        for key in sections:
+            place = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
+        if not equals or not isinstance(place, dict):
+            raise ValueError
+    except (ValueError, IndexError, AttributeError) as error:
+        raise HyperDFlashConfigError(
+            f"--set {change}: expected NAME=VALUE, NAME as in objective.mix=0.5 or stage.0.lr=1e-4 "
+            "with a number of a stage in the file, from 0."
+        ) from error
+    if field in LENGTHS[:3]:  # a stage has one length
+        for other in LENGTHS[:3]:
+            place.pop(other, None)
+    place[field] = value
+
+
+def read_schedule(path: Path, changes: Sequence[str] = ()) -> Schedule:
     """Read and check a training file.
+
+    Args:
+        changes: fields that are set afterwards, ``NAME=VALUE``.
 
     Raises:
         FileNotFoundError: no such file. HyperDFlashConfigError: not TOML, or a field is missing,
@@ -234,6 +266,8 @@ def read_schedule(path: Path) -> Schedule:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HyperDFlashConfigError(f"{path} is not TOML: {error}.") from error
+    for change in changes:
+        _change(raw, change)
     file = checked(raw, Schedule, str(path))
     for number, stage in enumerate(file.stage, 1):
         lengths = [name for name in LENGTHS[:3] if getattr(stage, name) is not None]

@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -153,6 +154,7 @@ class Trainer:
         # Of the steps since the last record.
         self.reports: list[dict[str, Any]] = []
         self._late: Report | None = None
+        self._display: Callable[[Trainer, dict[str, Any]], None] | None = None
         self.asked_to_stop = self.stopping = False  # this process, all of them
         # The best one's record; the checkpoint of its step is kept.
         self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}
@@ -307,12 +309,12 @@ class Trainer:
         self.reports.append(report)
         return report
 
-    def _keep_late(self, display) -> None:
+    def _keep_late(self) -> None:
         if self._late is not None:
             late, self._late = self._late, None
             report = self.keep(late)
-            if display is not None:
-                display(self, report)
+            if self._display is not None:
+                self._display(self, report)
 
     def run(self, out: Path, display=None) -> None:
         """Train to the end of the stage; keep the best checkpoint in ``out``.
@@ -325,13 +327,14 @@ class Trainer:
                 but for a step that was not complete.
             FloatingPointError: the loss or the gradient is not finite.
         """
+        self._display = display
         self.world.on_main(lambda: self._mend(out))
         with sigterm_noted(self._stop):
             while True:
                 done = self.progress() >= 1.0
                 due = done or self.state["step"] % self.recipe.every == 0
                 if due or self.stopping:
-                    self._keep_late(display)
+                    self._keep_late()
                 if due and self.reports and not self.stopping:
                     record = self._record(self.reports)  # all processes replay held-out answers
                     self.reports = []
@@ -344,9 +347,15 @@ class Trainer:
                     if self.stopping:
                         raise SystemExit(128 + signal.SIGTERM)
                     return
+                self.before_step()
+                if self.stopping:
+                    continue
                 report = self.step()
-                self._keep_late(display)
+                self._keep_late()
                 self._late = report
+
+    def before_step(self) -> None:
+        """What all processes do before a step; nothing, unless a subclass does something."""
 
     def after_checkpoint(self) -> None:
         """What all processes do before the next step; nothing, unless a subclass does something."""

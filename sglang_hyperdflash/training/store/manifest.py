@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from sglang_hyperdflash.training.samples import Sample
 
 KIND = "hyperdflash store"
 MANIFESTS, SHARDS, VERIFIED = "manifests", "shards", "verified"
+# Of a data set with a budget, the position before which a training needs no sample any more.
+USED = "used.json"
 REPEAT = "Run the same command again that wrote it: only this shard is repeated."
 
 
@@ -58,11 +60,13 @@ class Data:
     Attributes:
         digest: of tokens and spans. samples: their number. shard_bytes: what a shard holds at most:
             writers of one data set cut it into the same shards.
+        budget: bytes of it that a store holds at most, while a training uses it; None for all.
     """
 
     digest: str
     samples: int
     shard_bytes: int
+    budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -114,13 +118,14 @@ class Manifest:
     Attributes:
         data: what it writes, or None for an endless stream. shards: by start; a repeated shard's
             last line counts. What its writer has removed is not among them. end: one past the last
-            sample that was ever in them.
+            sample that was ever in them. used: of a data set, the shards that were removed.
     """
 
     def __init__(self, records: list[dict[str, Any]], path: Path) -> None:
         self.path = path
         self.data: Data | None = None
         self.shards: dict[int, Shard] = {}
+        self.used: list[Shard] = []
         self.end = 0
         self._bytes = self._lines = 0
         self._extend(records)
@@ -139,7 +144,7 @@ class Manifest:
         if "data" in record:
             self.data = Data(**record["data"])
         elif "dropped" in record:
-            self.shards.pop(record["dropped"])
+            self.drop(record["dropped"])
         else:
             self.add(Shard(**record["shard"]))
 
@@ -147,6 +152,12 @@ class Manifest:
         """Take in a shard's line."""
         self.shards[shard.start] = shard
         self.end = max(self.end, shard.end)
+
+    def drop(self, start: int) -> None:
+        """Take a shard out."""
+        shard = self.shards.pop(start)
+        if self.data is not None:
+            self.used.append(replace(shard, spans=[]))
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -247,6 +258,23 @@ def read_shards(folder: Path) -> list[Shard]:
     return shards
 
 
+def budgeted(folder: Path) -> Data | None:
+    """The data set of a store that holds a part of it at a time, for one training; else None.
+
+    Raises:
+        HyperDFlashConfigError: it holds other samples, too.
+    """
+    every = manifests(folder)
+    datas = {each.data for each in every}
+    limited = [data for data in datas if data is not None and data.budget]
+    if limited and len(datas) > 1:
+        raise HyperDFlashConfigError(
+            f"{folder} was captured with --budget, for one training on one data set; found "
+            f"{len(datas)} data sets in it. Capture each into a store of its own."
+        )
+    return limited[0] if limited else None
+
+
 def _check_whole(shards: Sequence[Shard], samples: int, path: Path) -> None:
     """Raise ``HyperDFlashConfigError`` unless a data set's shards, by position, leave no gap.
 
@@ -283,7 +311,9 @@ def content_hash(place: str | Path) -> str:
         return hub_identity(str(place))
     path = Path(place)
     if (path / MANIFEST).is_file():
-        identity = read_identity(path)
+        identity, data = read_identity(path), budgeted(path)
+        if data is not None:  # its shards come and go
+            return short_hash([settings_of(identity), vars(data)])
         # Not of the states' bytes: a shard that was captured again may differ in their last bits.
         lines = [[shard.data, shard.start, shard.lengths] for shard in read_shards(path)]
         return short_hash([settings_of(identity), lines])

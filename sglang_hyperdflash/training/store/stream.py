@@ -1,4 +1,4 @@
-"""Reading a store whose writers add and drop shards meanwhile (what servers record)."""
+"""Reading a store whose writers add and drop shards meanwhile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sglang_hyperdflash.training.samples import States
 from sglang_hyperdflash.training.store.manifest import (
     MANIFESTS,
     SHARDS,
+    Data,
     Manifest,
     Shard,
     shard_files,
@@ -26,8 +27,80 @@ HELD_OUT = 10
 GONE = (HyperDFlashConfigError, OSError, ValueError)
 
 
-class StreamReader(StoreReader):
-    """A :class:`StoreReader` that :meth:`refresh` brings up to date; samples are oldest first.
+class Growing(StoreReader):
+    """A :class:`StoreReader` that shows other shards from time to time; then indices change."""
+
+    def __init__(self, folder: str | Path, window: int | None = None) -> None:
+        self._manifests: dict[Path, Manifest] = {}
+        super().__init__(folder, [], window)
+
+    def _read_on(self) -> list[Manifest]:
+        """The manifests of the store as they are now."""
+        for path in (self.folder / MANIFESTS).glob("*.jsonl"):
+            self._manifests.setdefault(path, Manifest([], path)).read_on()
+        return list(self._manifests.values())
+
+    def _show(self, shards: list[Shard]) -> None:
+        for _, reads in self._begun.values():
+            for read in reads:  # by the indices of before
+                read.result()
+        self._begun.clear()
+        self._index({self.folder: shards})
+        for path in self._open.keys() - {path for path, _ in self._shards}:
+            del self._open[path]  # would keep its bytes on the disk
+
+
+class WindowReader(Growing):
+    """A data set of which the store holds a part at a time: a window of consecutive shards.
+
+    Args:
+        window: of the drafter, as of a :class:`StoreReader`.
+
+    Attributes:
+        data: the data set.
+    """
+
+    def __init__(self, folder: str | Path, data: Data, window: int | None) -> None:
+        self.data = data
+        super().__init__(folder, window)
+        self.counts = [data.samples]
+
+    def show(self, start: int, world: ProcessGroup) -> int | None:
+        """Show the window that begins at a position of the data set, to all processes.
+
+        It fills half of the budget, so that the next one can be captured meanwhile.
+
+        Returns:
+            Its end; None as long as shards of it are missing.
+
+        Raises:
+            HyperDFlashConfigError: its shards were used and removed.
+        """
+        shards = world.from_main(lambda: self._window(start))
+        if shards is None:
+            return None
+        self._show(shards)
+        return shards[-1].end
+
+    def _window(self, start: int) -> list[Shard] | None:
+        every = self._read_on()
+        there = {s.start: s for each in every for s in each.shards.values()}
+        chosen, end, room = [], start, self.data.budget // 2
+        while end < self.data.samples and (not chosen or room >= self.data.shard_bytes):
+            if end not in there:
+                if any(s.start == end for each in every for s in each.used):
+                    raise HyperDFlashConfigError(
+                        f"{self.folder} no longer holds sample {end} and those after it: a "
+                        "training has used them. Begin a new store and a new --work."
+                    )
+                return None
+            chosen.append(there[end])
+            end, room = there[end].end, room - there[end].size
+        return chosen
+
+
+class StreamReader(Growing):
+    """A store that :meth:`refresh` brings up to date; samples are oldest first.
 
     Those of one writer are in its order, whatever its clock said; the clock orders writers.
 
@@ -36,7 +109,7 @@ class StreamReader(StoreReader):
     token that the target does not have is left out.
 
     Args:
-        vocabulary: tokens of the target.
+        vocabulary: tokens of the target. window: of the drafter.
 
     Attributes:
         held_out: ``[samples]`` bool, never to be trained on: a tenth, by a hash of the answers. It
@@ -47,33 +120,25 @@ class StreamReader(StoreReader):
         FileNotFoundError: there is no store.
     """
 
-    def __init__(self, folder: str | Path, max_length: int, vocabulary: int) -> None:
+    def __init__(
+        self, folder: str | Path, max_length: int, vocabulary: int, window: int | None = None
+    ) -> None:
         self.max_length, self.vocabulary, self.written = max_length, vocabulary, 0
         self.held_out = torch.zeros(0, dtype=torch.bool)
         self.unreadable: set[Path] = set()  # shards
-        self._manifests: dict[Path, Manifest] = {}
         self._flags: dict[str, list[bool]] = {}
-        super().__init__(folder, [])
+        super().__init__(folder, window)
 
     def refresh(self, world: ProcessGroup) -> None:
         """Show the store as it is now, the same to all processes; indices change."""
         shards, flags, self.written = world.from_main(self._listing)
-        for _, reads in self._begun.values():
-            for read in reads:  # by the indices of before
-                read.result()
-        self._begun.clear()
-        self._index({self.folder: shards})
+        self._show(shards)
         self.held_out = torch.tensor(flags, dtype=torch.bool)
-        files = {path for path, _ in self._shards}
         self.unreadable.clear()  # a shard may have been unreadable for a while
-        for file in self._open.keys() - files:  # would keep its bytes on the disk
-            del self._open[file]
 
     def _listing(self) -> tuple[list[Shard], list[bool], int]:
-        for path in (self.folder / MANIFESTS).glob("*.jsonl"):
-            self._manifests.setdefault(path, Manifest([], path)).read_on()
         found: dict[tuple[str, int], tuple[int, Shard]] = {}
-        for manifest in self._manifests.values():
+        for manifest in self._read_on():
             shards = [manifest.shards[start] for start in sorted(manifest.shards, reverse=True)]
             # A clock that was ahead for a while would make what was written then newest for long.
             times = accumulate((shard.modified for shard in shards), min)

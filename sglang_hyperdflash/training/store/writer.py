@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sglang_hyperdflash.training.store.manifest import (
     KIND,
     MANIFESTS,
     SHARDS,
+    USED,
     VERIFIED,
     Data,
     Identity,
@@ -106,9 +108,8 @@ class StoreWriter:
         digest, done = self._own.data.digest, set()
         whole = shard_files(self.folder).difference(self.damaged)
         for found in manifests(self.folder):
-            for shard in found.shards.values():
-                if shard.data == digest and shard.file in whole:
-                    done.add((shard.start, shard.end))
+            there = [shard for shard in found.shards.values() if shard.file in whole]
+            done |= {(s.start, s.end) for s in (*there, *found.used) if s.data == digest}
         return [each for each in ranges if each not in done]
 
     def add(
@@ -158,7 +159,7 @@ class StoreWriter:
     @property
     def left_out(self) -> list[int]:
         """Positions of samples in the data set whose states were not finite."""
-        shards = self._own.shards.values()
+        shards = (*self._own.shards.values(), *self._own.used)
         return sorted(s.start + i for s in shards for i, n in enumerate(s.lengths) if not n)
 
     @property
@@ -178,15 +179,36 @@ class StoreWriter:
             WriteFailed: the manifest cannot be written.
         """
         shards = [self._own.shards[start] for start in sorted(self._own.shards)]
-        for shard in surplus(shards, budget, reservoir):
-            self._lines.append({"dropped": shard.start})
-            del self._own.shards[shard.start]
-        self._lines.flush()  # before the files are gone
+        self._drop(surplus(shards, budget, reservoir))
         kept = {shard.file for shard in self._own.shards.values()}
-        for file in shard_files(self.folder) - kept:  # also those that a kill left over
+        for file in shard_files(self.folder) - kept:  # those that a kill left over
             if file.rpartition("-")[0] == self.name:
-                (self.folder / SHARDS / file).unlink(missing_ok=True)
-                (self.folder / VERIFIED / file).unlink(missing_ok=True)
+                self._unlink(file)
+
+    def has_room(self, size: int, budget: int) -> bool:
+        """Whether ``size`` more bytes fit, when what the training has used is removed.
+
+        Raises:
+            WriteFailed: the manifest cannot be written.
+        """
+        with self._adding:
+            with suppress(FileNotFoundError):
+                used = json.loads((self.folder / USED).read_bytes())[self._own.data.digest]
+                shards = list(self._own.shards.values())
+                self._drop([shard for shard in shards if shard.end <= used])
+            return sum(shard.size for shard in self._own.shards.values()) + size <= budget
+
+    def _drop(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            self._lines.append({"dropped": shard.start})
+            self._own.drop(shard.start)
+        self._lines.flush()  # before the files are gone
+        for shard in shards:
+            self._unlink(shard.file)
+
+    def _unlink(self, file: str) -> None:
+        (self.folder / SHARDS / file).unlink(missing_ok=True)
+        (self.folder / VERIFIED / file).unlink(missing_ok=True)
 
 
 @contextmanager

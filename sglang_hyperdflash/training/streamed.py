@@ -1,0 +1,84 @@
+"""Training on what engines capture now: a window of the data set at a time, then the next."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from sglang_hyperdflash.tools.atomic import write_json
+from sglang_hyperdflash.training.learner import POLL
+from sglang_hyperdflash.training.samples import Passes
+from sglang_hyperdflash.training.store.manifest import USED
+from sglang_hyperdflash.training.store.stream import WindowReader
+from sglang_hyperdflash.training.trainer import Trainer
+
+
+class WindowPasses(Passes):
+    """The passes over a window, from the first step that takes samples of it to the last."""
+
+    def __init__(self, counts: list[int], batch: int, seed: int, first: int, end: int) -> None:
+        super().__init__(counts, batch, seed)
+        self.first, self.end = first, end
+
+    def known(self, step: int) -> bool:
+        """See :meth:`Passes.known`."""
+        return step < self.end
+
+    def batch(self, step: int) -> list[int]:
+        """See :meth:`Passes.batch`."""
+        return super().batch(step - self.first)
+
+
+class StreamTrainer(Trainer):
+    """A :class:`Trainer` whose ``train`` is a :class:`WindowReader`.
+
+    All passes are over one window before the next: windows, batches and steps follow from the data
+    set and its store's budget, so a run that is killed and resumed ends as an undisturbed one. What
+    a window needed is given up only when a checkpoint after it is whole.
+    """
+
+    train: WindowReader
+
+    def __init__(self, *given: Any, say: Callable[[str], None] = tqdm.write, **named: Any) -> None:
+        self._shown: list[int] | None = None
+        self._say = say
+        super().__init__(*given, **named)
+        self.state.setdefault("window", [0, 0])
+
+    def _step_at(self, position: int) -> int:
+        """The step before which all passes over the samples before a position are done."""
+        share = position / self.train.data.samples
+        return math.ceil(self.recipe.steps * share)
+
+    def before_step(self) -> None:
+        """Show the window that the next step needs; wait for it where it is not captured yet."""
+        start, end = self.state["window"]
+        if end and self.state["step"] >= self._step_at(end):
+            self._keep_late()
+            self._save_state()
+            self.checkpoints.wait()
+            used = {self.train.data.digest: end}
+            self.world.on_main(lambda: write_json(self.train.folder / USED, used))
+            start = end
+        elif self._shown == [start, end]:
+            return
+        waiting = False
+        while (end := self.train.show(start, self.world)) is None:
+            if self.world.is_main and not waiting:
+                self._say(
+                    f"waiting for `hyperdflash capture`: {self.train.folder} lacks samples from "
+                    f"{start} on"
+                )
+            waiting = True
+            self._agreed()
+            if self.stopping:
+                return
+            time.sleep(POLL)
+        self.state["window"] = self._shown = [start, end]
+        self._shares.cache_clear()
+        steps, recipe = (self._step_at(start), self._step_at(end)), self.recipe
+        self.passes = WindowPasses(self.train.counts, recipe.batch, recipe.seed + start, *steps)

@@ -257,3 +257,54 @@ def test_a_drafter_of_the_hub_is_trained_and_has_a_card(tmp_path, target_dir, mo
     assert "owner/gone" in refused(*command(config))
     (tmp_path / "owner" / "gone").mkdir(parents=True)  # a folder comes before a hub id
     assert read_schedule(config).draft == tmp_path / "owner" / "gone"
+
+
+def test_fields_set_on_the_command_line(tmp_path, target_dir, refused):
+    config = small(tmp_path, target_dir, steps=9)
+    changes = ["stage.0.lr=1e-4", "objective.T=2.0", "stage.0.epochs=1.5", "features=online"]
+    schedule = read_schedule(config, changes)
+    (stage,) = schedule.stage
+    assert (stage.lr, schedule.objective.T, schedule.features) == (1e-4, 2.0, "online")
+    assert (stage.epochs, stage.steps) == (1.5, None)  # a stage has one length
+    for wrong in ("stage.1.lr=1", "stage.0.lr", "stage.0.rate=1", "stage.0.lr=fast"):
+        assert wrong.split("=")[0].split(".")[-1] in refused(*command(config), "--set", wrong)
+    assert main([*command(config), "--set", "stage.0.steps=1"]) == 0
+    assert len(rows_of(tmp_path / "work" / "stage-1" / "training_log.jsonl")) == 1
+
+
+def test_a_drafter_is_evaluated_without_training(tmp_path, target_dir, capsys):
+    config = small(tmp_path, target_dir)
+    assert main(command(config)) == 0
+    logged = rows_of(tmp_path / "work" / "stage-1" / "training_log.jsonl")
+    best = max(line["held_out"]["count"]["tau"] for line in logged)
+    capsys.readouterr()
+    before = {path: path.read_bytes() for path in (tmp_path / "work").rglob("*") if path.is_file()}
+    assert main([*command(config), "--evaluate", str(tmp_path / "out")]) == 0
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("count: {")]
+    # What is published is rounded to bf16.
+    assert json.loads(said.removeprefix("count: "))["tau"] == pytest.approx(best, rel=0.05)
+    files = {path: path.read_bytes() for path in (tmp_path / "work").rglob("*") if path.is_file()}
+    assert files == before
+
+
+def test_a_profile_of_some_steps(tmp_path, target_dir):
+    config = small(tmp_path, target_dir, steps=8)
+    assert main([*command(config), "--profile", "2"]) == 0
+    (trace,) = (tmp_path / "work" / "stage-1" / "profile").iterdir()
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"aten::mm", "ProfilerStep#5", "ProfilerStep#6"} <= names
+
+
+def test_several_captures_are_mixed_by_their_weights(tmp_path, target_dir, refused):
+    for name, value in (("states", 0.5), ("more", -0.5)):
+        states = [torch.full((len(s.tokens), 1024), value) for s in SAMPLES]
+        captured(tmp_path / name, target_dir, states, "float32")
+    line = new_draft(tmp_path, target_dir)
+    config = tmp_path / "train.toml"
+    text = config.read_text().replace('["states"]', '["states", "more"]')
+    config.write_text(text.replace("steps = 4", "epochs = 2\nweights = [1.0]"))
+    assert "2 weights" in refused(*line)
+    config.write_text(text.replace("steps = 4", "epochs = 2\nweights = [2.0, 1.0]"))
+    assert main(line) == 0
+    *_, logged = rows_of(tmp_path / "work" / "stage-1" / "training_log.jsonl")
+    assert logged["step"] == 2 * (2 * 3 + 3) / 2

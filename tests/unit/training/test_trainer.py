@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training import process_group
 from sglang_hyperdflash.training.anchors import sample_anchors
@@ -382,29 +381,52 @@ def test_a_kill_between_files_of_a_checkpoint_loses_neither(target, cache, tmp_p
 
 
 @pytest.mark.slow
-def test_two_processes_follow_the_loss_of_one(target_dir, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    torchrun += ["-m", "sglang_hyperdflash"]
-    losses = []
-    for name in ("one", "two"):
-        folder = tmp_path / name
+def test_processes_follow_the_loss_of_one(target_dir, tmp_path):
+    """On a step, micro batches of a process are several, or one."""
+    losses = {}
+    for size in (1, 2, 4):
+        folder = tmp_path / str(size)
         folder.mkdir()
-        config = small(folder, target_dir, steps=9, anchors=4)
-        config.write_text(config.read_text().replace("every = 1", "every = 3"))
-        counts = (", ".join(map(str, range(i, i + 9))) for i in range(12))
+        config = small(folder, target_dir, steps=6, anchors=4, micro_batch=2)
+        text = config.read_text().replace("every = 1", "every = 2")
+        config.write_text(text.replace("batch = 2\n", "batch = 8\n", 1))
+        counts = (", ".join(map(str, range(i, i + 9 + i % 3))) for i in range(12))
         rows = [{"instruction": f"Count {i}", "output": text} for i, text in enumerate(counts)]
         write_rows(folder / "a.jsonl", *rows)
         line = ["train", "--config", str(config), "--work", str(folder / "work"), "--threads", "1"]
-        if name == "one":
-            assert main(line) == 0
-        else:
-            two = subprocess.run(torchrun + line, capture_output=True, text=True, timeout=PATIENCE)
-            assert two.returncode == 0, two.stderr[-3000:]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
+        torchrun += ["--master-port", "0", "--rdzv-backend", "c10d"]
+        torchrun += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "sglang_hyperdflash"]
+        ran = subprocess.run(torchrun + line, capture_output=True, text=True, timeout=PATIENCE)
+        assert ran.returncode == 0, ran.stderr[-3000:]
         log = lines_without_times(folder / "work" / "stage-1")
-        losses.append([line["loss"] for line in log])
-    assert len(losses[0]) == 3 and losses[0][-1] < losses[0][0]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+        losses[size] = [line["loss"] for line in log]
+    assert len(losses[1]) == 3 and losses[1][-1] < losses[1][0]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[4] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.fixture
+def _dynamo():
+    """The CPU platform turns torch.compile off for SGLang in the whole process."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_dynamo")
+def test_compiled_layers_train_as_others(target, cache, tmp_path):
+    torch._dynamo.reset()
+    plain, compiled = (
+        new_trainer(target, cache, tmp_path / str(on), random_drafter(target).train(), compile=on)
+        for on in (False, True)
+    )
+    for _ in range(2):
+        losses = [each.keep(each.step())["loss"] for each in (plain, compiled)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 0 < graphs <= 2
+    assert dict(compiled.drafter.state_dict()).keys() == dict(plain.drafter.state_dict()).keys()
 
 
 def test_a_context_of_a_million_tokens_takes_no_table():

@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with sigint_exits("hyperdflash: interrupted"):
         args = build_parser().parse_args(argv)
         os.environ.setdefault(CPU_PLATFORM, "1")
+        if args.command in ("train", "learn"):  # of DDP, about a choice that is ours
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         command = importlib.import_module(f"sglang_hyperdflash.commands.{args.command}")
     try:
         return int(command.run(args) or 0)

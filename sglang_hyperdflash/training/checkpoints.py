@@ -135,7 +135,7 @@ class Checkpoints:
 
         Args:
             tensors: the same on all processes. facts: JSON.
-            best: the step of a checkpoint that is kept, too.
+            best: the step of a checkpoint that is kept, too; 0 for none.
             then: what the main process does before the checkpoint gets its name, in another thread.
 
         Raises:
@@ -173,7 +173,7 @@ class Checkpoints:
         then()
         partial.replace(path)
         for old in self.saved[: -self.keep]:
-            if step_of(old) != best:
+            if not best or step_of(old) != best:
                 shutil.rmtree(old)
 
     def wait(self) -> None:

@@ -74,6 +74,7 @@ class ProcessGroup:
         # It also keeps DDP from changing its buckets after the first step, and with them the order
         # of sums: a resumed run has the weights of one that was never killed.
         options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+        options["broadcast_buffers"] = False
         with _together():
             return DistributedDataParallel(module, **options)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ class Trainer:
         self._resume()
         self._check_processes()
         self.summed = self.world.synchronized(Step(drafter, self._sums))
-        self._shares = cache(self._dealt)
+        self._shares = lru_cache(AHEAD + 2)(self._dealt)
 
     def micro_batches(self, step: int) -> list[tuple[list[int], Rows, Blocks]]:
         """This process's share of a step in micro batches, with anchors drawn."""
@@ -294,7 +294,7 @@ class Trainer:
         Raises:
             FloatingPointError: its loss or gradient is not finite.
         """
-        (ce, distance, own, *counts), norm = late.read()[:-1], late.read()[-1]
+        ce, distance, own, *counts, norm = late.read()
         term, drafts = self.objective.term, self.drafter.config.num_drafts
         if not math.isfinite(ce + distance + own):
             what = f"loss is not finite (CE {ce}, {term} {distance}, own {own})"
@@ -370,12 +370,11 @@ class Trainer:
 
     def _checkpoint(self, out: Path, record: dict[str, Any]) -> None:
         """Begin to write a checkpoint, and what of it is served if it is the best."""
-        served = self.world.is_main and self.drafter.served_tensors()  # raises unless finite
         self.records.append(record)
+        records = list(self.records)
         better = record["score"] is None or record["score"] > self.best["score"]
         self.best = record if better else self.best
-
-        records = list(self.records)
+        served = self.drafter.served_tensors() if better and self.world.is_main else {}
 
         def write() -> None:
             if better:

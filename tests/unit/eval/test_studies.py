@@ -3,6 +3,9 @@
 import json
 from xml.etree import ElementTree
 
+import pytest
+import torch
+
 from eval import step_flops, width
 from eval.__main__ import main
 from eval.methods import Method
@@ -76,6 +79,18 @@ def test_a_study_of_widths_repeats_prompts_and_does_not_count_the_first_round(
 def test_a_steps_products_are_bf16_but_where_the_file_says_fp32():
     raw = json.loads((DRAFTER / "config.json").read_bytes())
     step, loss = step_flops.Step(samples=1, tokens=300, anchors=8), Objective(loss="acceptance")
-    by_type = step_flops.count(raw, step, loss)
-    assert by_type.get("float32", 0) < 0.05 * by_type["bfloat16"]
-    assert step_flops.count(raw, step, loss, bf16=False) == {"float32": sum(by_type.values())}
+    by_type = step_flops.count(raw, step, loss).by_dtype
+    assert by_type["float32"] < 0.05 * by_type["bfloat16"]
+    exact = step_flops.count(raw, step, loss, bf16=False).by_dtype
+    assert exact == {"float32": by_type.total()}
+
+
+def test_an_lm_head_is_not_cast_in_the_checkpoints_type():
+    raw = json.loads((DRAFTER / "config.json").read_bytes())
+    step = step_flops.Step(samples=1, tokens=300, anchors=8)
+    kept, cast = (step_flops.count(raw, step, ends=t) for t in (torch.bfloat16, torch.float32))
+    assert kept.casts == kept.cast == 0 < cast.casts
+    size = raw["vocab_size"] * raw["hidden_size"]
+    assert cast.cast == cast.casts * size * (4 + 2)
+    assert (kept.resident, cast.resident) == (2 * size * 2, 2 * size * 4)
+    assert kept.moved == pytest.approx(cast.moved - cast.cast, rel=1e-3)

@@ -310,13 +310,13 @@ def plan(commands) -> None:
         "weights and K/V, at most; the target's own graphs are not counted. With --training print "
         "a training file's GPU hours, bytes and days instead.",
     )
-    add, gib = parser.add_argument, number(float, "at least 0", lambda x: 0 <= x < math.inf)
+    add, at_least_0 = parser.add_argument, number(float, "at least 0", lambda x: 0 <= x < math.inf)
     needed = "(no default: needed for K/V memory)"
     add("--target", help=f"folder or hub id; only its config.json is read {needed}")
     add("--draft", help="folder or hub id of the HyperDFlash drafter (needed)")
     add("--dspark", help="DSPARK draft to compare with (default: the target's own)")
-    add("--gpu-gib", type=gib, help=f"memory of one GPU, GiB {needed}")
-    add("--weights-gib", type=gib, help="weights on one GPU, GiB (default: index size / tp)")
+    add("--gpu-gib", type=at_least_0, help=f"memory of one GPU, GiB {needed}")
+    add("--weights-gib", type=at_least_0, help="weights on one GPU, GiB (default: index size / tp)")
     add("--tp", type=COUNT, nargs="+", default=[1], help="tensor-parallel sizes, one table for all")
     add("--dp-attention", action="store_true", help="attention data parallelism")
     add("--context-length", type=COUNT, help="context, tokens (default: the target's own)")
@@ -341,3 +341,9 @@ def plan(commands) -> None:
     text = "parameters of the target that a token uses"
     add("--active-parameters", type=positive, default=13e9, help=text)
     add("--decode-rate", type=positive, default=1000.0, help="answer tokens/s per serving GPU")
+    add("--spread", type=at_least_0, default=0.5, help="standard deviation over mean of the tokens")
+    add("--held-out", type=COUNT, default=1000, help="conversations that each checkpoint replays")
+    add("--read-rate", type=positive, default=10.0, help="GB/s of states, to all GPUs together")
+    add("--write-rate", type=positive, default=5.0, help="GB/s of states that are captured")
+    text = "states on disk at once, as in `hyperdflash capture` (default: all of a stage)"
+    add("--budget", type=positive, metavar="GIB", help=text)

@@ -43,6 +43,7 @@ SHARDS_IN_MEMORY = 4  # shards that are prefilled or written at once
 # Without the prefix cache, a hit of which would leave rows out.
 FIXED_ARGUMENTS = {"enable_return_hidden_states": True, "disable_radix_cache": True}
 NO_DRAFTER = "Leave it out: a capture runs the target alone."
+ONE_NODE = "Another node's rows would stay there: run one --share I/N on each node instead."
 RESERVED_ARGUMENTS = generate.RESERVED_ARGUMENTS | {
     "model_path": "Use --target.",
     "revision": "Leave it out: a capture uses a hub id's main revision.",
@@ -50,6 +51,7 @@ RESERVED_ARGUMENTS = generate.RESERVED_ARGUMENTS | {
     "speculative_algorithm": NO_DRAFTER,
     "speculative_draft_model_path": NO_DRAFTER,
     **dict.fromkeys(FIXED_ARGUMENTS, "Leave it out: capture sets it."),
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), ONE_NODE),
 }
 # Tokens of a context that SGLang reserves: its worker accepts inputs that are shorter than the
 # context less 6 (managers/tp_worker.py, ``max_req_input_len``).

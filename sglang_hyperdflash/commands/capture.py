@@ -1,8 +1,8 @@
 """``hyperdflash capture``: the target's states of a data set, through an SGLang server.
 
 It is for targets that are too large for one process (DeepSeek-V4). Every conversation is prefilled
-once, and a hook in the scheduler writes its pre-collapse residual to disk. Several engines may fill
-one store at once, each with a share of the shards.
+once, and a thread of the scheduler writes its pre-collapse residual to disk. Several engines may
+fill one store at once, each with a share of the shards.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import torch
 from tqdm import tqdm
 
 from sglang_hyperdflash.commands import generate
-from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, RowReader
 from sglang_hyperdflash.commands.command_server import start_server
 from sglang_hyperdflash.commands.pool import Pool, Refused, server_info
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, model_dtype
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError, HyperDFlashError
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.training.conversations import Loaded, load_samples
 from sglang_hyperdflash.training.rows import LeftOut
+from sglang_hyperdflash.training.samples import Sample
 from sglang_hyperdflash.training.store.identity import identity_of
 from sglang_hyperdflash.training.store.manifest import SHARDS, Data, content_hash, data_digest
 from sglang_hyperdflash.training.store.writer import (
@@ -114,37 +115,40 @@ def _capture(
     """Capture the missing shards of this share; return the samples in all of its shards."""
     for name in writer.damaged:
         print(f"{args.out / SHARDS / name} is missing or damaged: it is captured again")
-    data = Data(data_digest(loaded.samples), len(loaded.samples), args.shard_mib << 20)
+    samples = loaded.samples
+    data = Data(data_digest(samples), len(samples), args.shard_mib << 20)
     writer.begin(data)
     part, parts = args.share
-    ranges = shard_ranges(loaded.samples, writer.identity, data.shard_bytes)[part - 1 :: parts]
+    ranges = shard_ranges(samples, writer.identity, data.shard_bytes)[part - 1 :: parts]
     missing = writer.missing(ranges)
     shards = "1 shard" if len(ranges) == 1 else f"{len(ranges)} shards"
     print(f"{shards}, {len(ranges) - len(missing)} already in {args.out}")
     if missing:
-        samples = [sample for start, end in missing for sample in loaded.samples[start:end]]
-        check_space(args.out, sum(bytes_of(sample, writer.identity) for sample in samples))
+        left = (sample for start, end in missing for sample in samples[start:end])
+        check_space(args.out, sum(bytes_of(sample, writer.identity) for sample in left))
         # Local: rows that are read and removed within seconds need not reach a shared disk.
         with TemporaryDirectory(prefix="hyperdflash-", ignore_cleanup_errors=True) as scratch:
-            _with_server(arguments, Path(scratch), args, loaded, missing, writer)
+            _with_server(arguments, Path(scratch), args, loaded, samples, missing, writer)
     count = sum(end - start for start, end in ranges) - len(writer.left_out)
     print(f"{count} samples in {shards} ({args.out})")
     return count
 
 
-def _with_server(arguments, scratch: Path, args, loaded, missing, writer) -> None:
+def _with_server(arguments, scratch: Path, args, loaded, samples, missing, writer) -> None:
     environment = {CAPTURE_FOLDER: str(scratch.resolve())}
     arguments = arguments | FIXED_ARGUMENTS
     with start_server(arguments, verbose=args.verbose, environment=environment) as server:
         check_fits(loaded, int(server_info(server.url)["max_req_input_len"]))
         pool = Pool({server.url: args.model}, attempts=1)  # rows of two attempts would add up
-        asyncio.run(capture_shards(pool, scratch, loaded, missing, writer, args.concurrency))
+        reader, concurrency = RowReader(scratch), args.concurrency
+        asyncio.run(capture_shards(pool, reader, loaded, samples, missing, writer, concurrency))
 
 
 async def capture_shards(
     pool: Pool,
-    scratch: Path,
+    reader: RowReader,
     loaded: Loaded,
+    samples: list[Sample],
     ranges: list[Range],
     writer: StoreWriter,
     concurrency: int,
@@ -152,21 +156,36 @@ async def capture_shards(
     """Prefill and add every range; while some shards are written, the next is prefilled.
 
     Args:
-        scratch: the folder that the server writes rows to.
+        samples: the ends of the loaded ones that are stored.
         concurrency: the number of conversations in flight.
+
+    Raises:
+        HyperDFlashError: the server refuses a conversation, or rows are missing.
     """
     shards_in_memory = asyncio.Semaphore(SHARDS_IN_MEMORY)
     in_flight = asyncio.Semaphore(concurrency)
 
     async def prefill(index: int) -> torch.Tensor:
+        tokens, count = loaded.samples[index].tokens, len(samples[index].tokens)
+        rid = f"{REQUEST_PREFIX}{index}-{len(tokens) - count}"
+        sampling = {"temperature": 0, "max_new_tokens": 1}
         async with in_flight:
-            return await residual_of(pool, scratch, loaded, index)
+            try:
+                await pool.ask(
+                    input_ids=tokens, sampling_params=sampling, return_hidden_states=True, rid=rid
+                )
+            except Refused as error:
+                raise HyperDFlashConfigError(
+                    f"{loaded.places[index]}: the server refuses the conversation: {error}. Fix or "
+                    "remove it, and capture into another --out."
+                ) from error
+            return await reader.take(rid, count)
 
     async def capture_shard(start: int, end: int) -> None:
         async with shards_in_memory:
             residuals = await asyncio.gather(*map(prefill, range(start, end)))
             states = [(residual,) for residual in residuals]
-            await asyncio.to_thread(writer.add, start, loaded.samples[start:end], states)
+            await asyncio.to_thread(writer.add, start, samples[start:end], states)
             bar.update(1)
 
     with tqdm(total=len(ranges), unit="shard") as bar:
@@ -177,39 +196,6 @@ async def capture_shards(
         except ExceptionGroup as errors:
             error = errors.exceptions[0]
             raise error from error.__cause__
-
-
-async def residual_of(pool: Pool, scratch: Path, loaded: Loaded, index: int) -> torch.Tensor:
-    """Prefill one sample; return its residual ``[S, m*d]`` in the server's dtype.
-
-    Raises:
-        HyperDFlashConfigError: the server refuses the conversation.
-        HyperDFlashError: rows are missing.
-    """
-    tokens, rid = loaded.samples[index].tokens, f"{REQUEST_PREFIX}{index}"
-    try:
-        await pool.ask(
-            input_ids=tokens,
-            sampling_params={"temperature": 0, "max_new_tokens": 1},
-            return_hidden_states=True,
-            rid=rid,
-        )
-    except Refused as error:
-        raise HyperDFlashConfigError(
-            f"{loaded.places[index]}: the server refuses the conversation: {error}. Fix or "
-            "remove it, and capture into another --out."
-        ) from error
-    rows = await asyncio.to_thread(take_rows, scratch, rid)
-    count = 0 if rows is None else len(rows)
-    if count != len(tokens):
-        free = shutil.disk_usage(scratch).free / 2**20
-        raise HyperDFlashError(
-            f"expected {len(tokens)} residual rows of a conversation in {scratch}, found {count}; "
-            f"{free:.0f} MiB are free there. On a full disk, free space or set TMPDIR, and run the "
-            "same command again: finished shards are kept. Else SGLang's hidden-state seam has "
-            "changed: run `hyperdflash check`."
-        )
-    return rows
 
 
 def check_fits(loaded: Loaded, max_req_input_len: int) -> None:

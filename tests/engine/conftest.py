@@ -4,6 +4,7 @@
 first, since others read what its baseline answers.
 """
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 from filelock import FileLock
 
 from eval.identity import TIE_GAPS
-from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, take_rows
+from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, RowReader
 from sglang_hyperdflash.serving.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import (
@@ -269,10 +270,9 @@ def captured_prefill(server: Server, tokens: list[int], folder: Path) -> tuple[t
 
     The server was started with ``CAPTURE_FOLDER`` at ``folder`` and returns hidden states.
     """
-    rid = f"{REQUEST_PREFIX}0"
+    rid = f"{REQUEST_PREFIX}0-0"
     answer = greedy(server, tokens, 1, return_hidden_states=True, rid=rid)
-    rows = take_rows(folder, rid)
-    assert len(rows) == len(tokens)
+    rows = asyncio.run(RowReader(folder).take(rid, len(tokens)))
     return rows, answer["output_ids"][0]
 
 

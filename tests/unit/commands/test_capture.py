@@ -1,7 +1,10 @@
 """``hyperdflash capture`` without an engine: how rows become shards, and what is left out."""
 
+import asyncio
 import gc
 import re
+import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +16,12 @@ from sglang.srt import runtime_context
 
 from sglang_hyperdflash.cli import main
 from sglang_hyperdflash.commands import capture, capture_rows
-from sglang_hyperdflash.commands.capture_rows import append_rows, take_rows
+from sglang_hyperdflash.commands.capture_rows import (
+    REQUEST_PREFIX,
+    RowReader,
+    RowWriter,
+    write_prefill_residual,
+)
 from sglang_hyperdflash.commands.pool import Pool
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.errors import HyperDFlashError, ServerFailed
@@ -31,10 +39,50 @@ SHARDED = ["--dtype", "float32", "--shard-mib", "1"]
 LISTED = "capture-1-of-1.left_out.jsonl"
 
 
+def prefill(rid: str, rows: torch.Tensor, chunk: int, before: int = 0, **ranks: int) -> None:
+    """What a rank does with a request whose rows come in chunks, after another one's in each."""
+    parallel = SimpleNamespace(**{"attn_tp_rank": 0, "attn_cp_rank": 0} | ranks)
+    req = SimpleNamespace(rid=rid)
+    with mock.patch.object(runtime_context, "get_parallel", lambda: parallel):
+        for part in rows.split(chunk):
+            buffer = torch.cat([torch.full((before, rows.shape[1]), -1.0), part])
+            sizes = {"hidden_state_offset": before, "extend_input_len": len(part)}
+            output = SimpleNamespace(hidden_states=buffer)
+            end = write_prefill_residual(None, None, req=req, logits_output=output, **sizes)
+            assert end == len(buffer)
+            buffer.zero_()  # as the next pass may
+
+
+def taken(folder: Path, *requests: tuple[str, int]) -> list[torch.Tensor]:
+    """The rows of requests, which wait for them together."""
+
+    async def take() -> list[torch.Tensor]:
+        reader = RowReader(folder)
+        return await asyncio.gather(*(reader.take(rid, count) for rid, count in requests))
+
+    return asyncio.run(take())
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Files are written only while it is set."""
+    fast, original = threading.Event(), Path.open
+
+    def open_(path, mode="r", *args, **options):
+        if mode == "wb" and "buffering" not in options:
+            fast.wait()
+        return original(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_)
+    yield fast
+    fast.set()
+
+
 @pytest.fixture
 def engine(server, monkeypatch):
     """A server in the place of an engine that writes what ``rows`` gives of a prompt."""
     server.scratches, server.rows = set(), lambda ids: torch.ones(len(ids), 4 * 256)
+    lock = threading.Lock()
 
     @contextmanager
     def start(_arguments, *, environment, **_options):
@@ -42,10 +90,12 @@ def engine(server, monkeypatch):
         # Nobody else may take its name first, or read in it.
         assert scratch.stat().st_mode & 0o777 == 0o700 and not list(scratch.iterdir())
         server.scratches.add(scratch)
+        monkeypatch.setenv(CAPTURE_FOLDER, str(scratch))
 
         def answer(ids):
             rid = next(p["rid"] for p in reversed(server.prompts) if p["input_ids"] == ids)
-            append_rows(scratch, rid, server.rows(ids))
+            with lock:  # a scheduler has one thread
+                prefill(rid, server.rows(ids), chunk=64)
             return [1]
 
         server.answer = answer
@@ -68,20 +118,58 @@ def command(tmp_path, target_dir):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_chunks_come_back_in_order_and_once(tmp_path, dtype):
-    first, second = torch.randn(3, 6).to(dtype), torch.randn(2, 6).to(dtype)
-    append_rows(tmp_path, "request-1", first)
-    append_rows(tmp_path, "request-11", first)
-    append_rows(tmp_path, "request-1", second)
-    assert torch.equal(take_rows(tmp_path, "request-1"), torch.cat([first, second]))
-    assert take_rows(tmp_path, "request-1") is None
-    assert torch.equal(take_rows(tmp_path, "request-11"), first)
+def test_rows_of_chunks_come_back_in_order_and_in_few_files(tmp_path, dtype, slow_disk):
+    """A request's rows from the one that it names; a reader waits for those on their way."""
+    rows, writer = torch.randn(9, 6).to(dtype), RowWriter(str(tmp_path))
+    writer.put("request-1-0", 0, rows[:3])
+    writer.put("request-11-0", 0, rows[:5])
+    writer.put("request-1-0", 3, rows[3:])
+    threading.Timer(0.05, slow_disk.set).start()
+    short, whole = taken(tmp_path, ("request-11-0", 5), ("request-1-0", 9))
+    assert torch.equal(short, rows[:5]) and torch.equal(whole, rows)
+    writer.put("request-2-0", 0, rows)
+    until(lambda: list(tmp_path.glob("*.rows")))
+    slow_disk.clear()
+    for i in range(20):
+        writer.put(f"request-{i}-0", 0, rows + i)
+    slow_disk.set()
+    until(lambda: not list(tmp_path.glob("*.partial")) and len(list(tmp_path.glob("*.rows"))) > 1)
+    assert len(list(tmp_path.glob("*.rows"))) <= 3
+    asked = [(f"request-{i}-0", 9) for i in range(20) if i != 2]
+    for (rid, _), found in zip(asked, taken(tmp_path, *asked), strict=True):
+        assert torch.equal(found, rows + int(rid.split("-")[1]))
+    assert not list(tmp_path.glob("*.rows"))
+
+
+def test_the_scheduler_waits_for_a_slow_disk_and_loses_nothing(tmp_path, slow_disk, monkeypatch):
+    rows, ended = torch.randn(64, 6), []
+    monkeypatch.setattr(capture_rows, "BYTES_UNDER_WAY", rows.nbytes // 4)
+
+    def catch_up() -> None:
+        time.sleep(0.1)
+        ended.append(slow_disk.set())
+
+    threading.Thread(target=catch_up).start()
+    for first in range(0, 64, 8):
+        RowWriter(str(tmp_path)).put("request-0", first, rows[first : first + 8])
+    assert ended, "it has not waited"
+    assert torch.equal(taken(tmp_path, ("request-0", 64))[0], rows)
 
 
 def test_what_cannot_be_captured_ends_it(tmp_path, command, engine, capsys, monkeypatch):
     """On a full disk the scheduler goes on without the rows; the command misses them."""
-    with mock.patch.object(Path, "open", side_effect=OSError(28, "No space left on device")):
-        append_rows(tmp_path, "hyperdflash-capture-0", torch.ones(2, 6))
+    original = Path.open
+
+    def open_(path, mode="r", *args, **options):
+        if mode == "wb" and path.parent in engine.scratches and "buffering" not in options:
+            raise OSError(28, "No space left on device")
+        return original(path, mode, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        assert main([*command(ONE, out="full"), *SHARDED]) == 2
+    assert re.search(r"found 0; .*No space left.* \d+ MiB", capsys.readouterr().err)
+    engine.prompts.clear()
     line, other = ([*command(ONE, out=out), *SHARDED] for out in ("out", "other"))
     assert main(line) == 0
     length = len(engine.prompts.pop()["input_ids"])
@@ -177,18 +265,14 @@ def test_failures_end_it_early_without_a_traceback(command, engine, monkeypatch,
 
 def test_rows_of_every_attention_group_are_kept(tmp_path, monkeypatch):
     """Under DP attention every group has requests of its own; other ranks write nothing."""
-    monkeypatch.setenv("HYPERDFLASH_CAPTURE_FOLDER", str(tmp_path))
-    output = SimpleNamespace(hidden_states=torch.arange(12.0).view(6, 2))
-    rid, chunk = capture_rows.REQUEST_PREFIX + "0", {"hidden_state_offset": 1}
-
-    def written(**ranks: int) -> torch.Tensor | None:
-        parallel = {"tp_rank": 0, "attn_tp_rank": 0, "attn_cp_rank": 0} | ranks
-        monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(**parallel))
-        request = {"req": SimpleNamespace(rid=rid), "logits_output": output, "extend_input_len": 4}
-        assert capture_rows.write_prefill_residual(None, None, **request, **chunk) == 5
-        return take_rows(tmp_path, rid)
-
-    expected = torch.arange(2.0, 10.0).view(4, 2)
-    assert torch.equal(written(), expected) and torch.equal(written(tp_rank=4), expected)
-    assert written(tp_rank=5, attn_tp_rank=1) is None
-    assert written(tp_rank=6, attn_cp_rank=1) is None
+    monkeypatch.setenv(CAPTURE_FOLDER, str(tmp_path))
+    rows = torch.arange(10.0).view(5, 2)
+    prefill(f"{REQUEST_PREFIX}0-0", rows, chunk=2, before=1, tp_rank=0)
+    prefill(f"{REQUEST_PREFIX}1-3", rows, chunk=2, before=3, tp_rank=4)
+    prefill(f"{REQUEST_PREFIX}2-0", rows, chunk=2, tp_rank=5, attn_tp_rank=1)
+    prefill(f"{REQUEST_PREFIX}3-0", rows, chunk=2, tp_rank=6, attn_cp_rank=1)
+    first, end = taken(tmp_path, (f"{REQUEST_PREFIX}0-0", 5), (f"{REQUEST_PREFIX}1-3", 2))
+    assert torch.equal(first, rows) and torch.equal(end, rows[3:])
+    for number in (2, 3):
+        with pytest.raises(HyperDFlashError, match="found 0"):
+            taken(tmp_path, (f"{REQUEST_PREFIX}{number}-0", 5))

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             f"tokens, of which SGLang keeps {RESERVED_TOKENS}"
         )
     settings = {"max_length": max_length, "shard_mib": args.shard_mib, "share": list(args.share)}
-    settings |= generate.engine_settings(args)
+    settings |= {"window": args.window} | generate.engine_settings(args)
     settings |= {"target": location(args.model), "data": list(map(content_hash, args.data))}
     name = args.writer or "capture-{}-of-{}".format(*args.share)
     identity = identity_of(files, arguments["dtype"], fp8=args.states_dtype == "fp8")
@@ -115,7 +115,9 @@ def _capture(
     """Capture the missing shards of this share; return the samples in all of its shards."""
     for name in writer.damaged:
         print(f"{args.out / SHARDS / name} is missing or damaged: it is captured again")
-    samples = loaded.samples
+    samples, window = loaded.samples, args.window
+    if window:
+        samples = [sample.after(max(sample.spans[0][0] - window, 0)) for sample in samples]
     data = Data(data_digest(samples), len(samples), args.shard_mib << 20)
     writer.begin(data)
     part, parts = args.share

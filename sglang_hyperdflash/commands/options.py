@@ -196,6 +196,8 @@ def capture(commands) -> None:
     text = "tokens; answers that end later are left out, and a conversation of such answers alone "
     text += "is listed; less if the target's context is shorter"
     add("--max-length", type=COUNT, default=4096, help=text)
+    text = "tokens stored before the first answer, at least a drafter's window (default: all)"
+    add("--window", type=COUNT, help=text)
     text = "of the stored states: the target's own, or float8_e4m3fn with a scale for each token "
     text += "and path, half of bf16's size"
     add("--states-dtype", choices=("auto", "fp8"), default="auto", help=text)

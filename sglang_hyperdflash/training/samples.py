@@ -57,6 +57,11 @@ class Sample:
         spans = tuple(span for span in self.spans if span[1] <= length)
         return Sample(self.tokens[: spans[-1][1]] if spans else [], spans)
 
+    def after(self, first: int) -> Sample:
+        """The same from token ``first`` on, which is none after its first answer's begin."""
+        spans = tuple((start - first, end - first) for start, end in self.spans)
+        return Sample(self.tokens[first:], spans)
+
     @property
     def answer_tokens(self) -> int:
         """Tokens inside the spans."""

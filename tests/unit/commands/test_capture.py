@@ -276,3 +276,31 @@ def test_rows_of_every_attention_group_are_kept(tmp_path, monkeypatch):
     for number in (2, 3):
         with pytest.raises(HyperDFlashError, match="found 0"):
             taken(tmp_path, (f"{REQUEST_PREFIX}{number}-0", 5))
+
+
+def test_a_window_stores_the_end_of_what_is_stored_without_it(tmp_path, command, engine, capsys):
+    """The prefill is of the whole; a run with another window does not continue it."""
+
+    def states(ids) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(ids))
+        return torch.randn(len(ids), 4 * 256, generator=generator)
+
+    engine.rows, window = states, 7
+    question = {"role": "user", "content": "Count to a hundred, one after another. " * 9}
+    answer = {"role": "assistant", "content": "1 2 3"}
+    chats = [{"messages": [question, answer] * n} for n in (1, 2)]
+    for out, more in (("whole", []), ("cut", ["--window", window])):
+        assert main([*command(*chats, ONE, out=out), *SHARDED, *map(str, more)]) == 0
+    asked = [prompt["input_ids"] for prompt in engine.prompts]
+    assert sorted(asked[:3]) == sorted(asked[3:])
+    whole, cut = StoreReader(tmp_path / "whole"), StoreReader(tmp_path / "cut")
+    firsts = [max(sample.spans[0][0] - window, 0) for sample in whole.samples]
+    assert max(firsts) > 64 and len(cut.samples) == 3
+    for i, first in enumerate(firsts):
+        assert torch.equal(cut.samples[i].tokens, whole.samples[i].tokens[first:])
+        spans = [(start - first, end - first) for start, end in whole.samples[i].spans]
+        assert cut.samples[i].spans == tuple(spans)
+        rows = whole.states([i]).residual[0, first:]
+        assert torch.equal(cut.states([i]).residual[0], rows)
+    assert main([*command(*chats, ONE, out="cut"), *SHARDED, "--window", "8"]) == 2
+    assert "window" in capsys.readouterr().err

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 
 from sglang_hyperdflash import ALGORITHM, seams
-from sglang_hyperdflash.commands import capture_rows
 from sglang_hyperdflash.cpu import registration
 from sglang_hyperdflash.cpu.platform import activation
 from sglang_hyperdflash.cpu.portable import PORTABLE_TARGET, choose_arguments
-from sglang_hyperdflash.serving import refusals
+from sglang_hyperdflash.serving import capture_rows, refusals
 from sglang_hyperdflash.serving.draft_kv import size
 from sglang_hyperdflash.serving.scheduler import finish, metrics, weight_updates
 from sglang_hyperdflash.serving.startup import dflash_seams

@@ -13,7 +13,7 @@ from sglang_hyperdflash import plugin
 
 PACKAGE = Path(plugin.__file__).resolve().parent
 # Where code runs inside SGLang and touches its objects.
-INSIDE = ("serving/", "targets/", "commands/capture_rows.py", "plugin.py", "seams.py", "cpu/")
+INSIDE = ("serving/", "targets/", "plugin.py", "seams.py", "cpu/")
 NOT_INSIDE = "cpu/portable/core.py"
 
 

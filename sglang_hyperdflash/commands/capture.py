@@ -18,9 +18,9 @@ import torch
 from tqdm import tqdm
 
 from sglang_hyperdflash.commands import generate
-from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, RowReader
 from sglang_hyperdflash.commands.command_server import start_server
 from sglang_hyperdflash.commands.pool import Pool, Refused, server_info
+from sglang_hyperdflash.serving.capture_rows import REQUEST_PREFIX, RowReader
 from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, model_dtype
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 
 from eval.identity import TIE_GAPS
-from sglang_hyperdflash.commands.capture_rows import REQUEST_PREFIX, RowReader
+from sglang_hyperdflash.serving.capture_rows import REQUEST_PREFIX, RowReader
 from sglang_hyperdflash.serving.settings import FULL, WIDTH
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import (

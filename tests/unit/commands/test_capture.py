@@ -15,14 +15,15 @@ import torch
 from sglang.srt import runtime_context
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import capture, capture_rows
-from sglang_hyperdflash.commands.capture_rows import (
+from sglang_hyperdflash.commands import capture
+from sglang_hyperdflash.commands.pool import Pool
+from sglang_hyperdflash.serving import capture_rows
+from sglang_hyperdflash.serving.capture_rows import (
     REQUEST_PREFIX,
     RowReader,
     RowWriter,
     write_prefill_residual,
 )
-from sglang_hyperdflash.commands.pool import Pool
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
 from sglang_hyperdflash.tools.errors import HyperDFlashError, ServerFailed
 from sglang_hyperdflash.training.store.manifest import read_identity

@@ -14,6 +14,7 @@ hour on two cores.
 
 import argparse
 import filecmp
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ from transformers import AutoTokenizer
 
 from exchanges import generate
 from sglang_hyperdflash.tools.atomic import write_json, write_text
+from sglang_hyperdflash.tools.ownership import MANIFEST
 from sglang_hyperdflash.tools.provenance import CHECKOUT, provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.checkpoints import read_state, saved_states, step_of
-from sglang_hyperdflash.training.store.manifest import Manifest, read_shards
+from sglang_hyperdflash.training.store.manifest import Manifest, Shard, budgeted
+from sglang_hyperdflash.training.store.stream import WindowReader
 
 HERE = Path(__file__).resolve().parent
 # V4's added tokens, and whose rows of the embedding and the LM head they share.
@@ -60,6 +63,7 @@ COMMANDS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "python": [],
 }
+BUDGET = 200 << 20  # bytes of a store
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
 SCHEDULE = """target = "target"
@@ -68,16 +72,17 @@ out = "drafter_{name}"
 features = "captured"
 
 [held_out]
-own = "states"
+chats = "held_out"
 
 [[stage]]
-data = ["states"]
-steps = 60
+data = ["states_{name}"]
+epochs = 2
 lr = 1e-3
 warmup_steps = 10
-batch = 4
+batch = 16
+micro_batch = 8
 anchors = 16
-every = 10
+every = 25
 bf16 = false
 """
 
@@ -127,30 +132,55 @@ class Walk:
         """Return the file of a step's output."""
         return self.folder / "logs" / f"{re.sub(r'[^a-z0-9]+', '-', name)}.log"
 
-    def together(self, commands: dict[str, list[str]], kill: Callable | None = None) -> None:
+    def together(
+        self,
+        commands: dict[str, list[str]],
+        kills: dict[str, Callable[[subprocess.Popen], bool]] | None = None,
+        look: Callable[[], None] = lambda: None,
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Run commands of :data:`COMMANDS` at once, by their steps' names.
 
-        ``kill`` is called with each name and process again and again, until it kills the process.
+        Args:
+            ready: whether the last command may start.
+            kills: called with a command's process until it has killed it; then it is run again.
+            look: called all the time.
         """
-        started = time.monotonic()
-        running = {}
-        for name, command in commands.items():
-            print(f"{name}: {shlex.join(command)}", flush=True)
+        left, running = dict(kills or {}), {}
+
+        def start(name: str, *more: str) -> None:
+            command, title = commands[name], " ".join([name, *more])
+            print(f"{title}: {shlex.join(command)}", flush=True)
             words = [sys.executable, *COMMANDS[command[0]], *command[1:]]
-            with self.log(name).open("wb") as log:
-                running[name] = subprocess.Popen(
+            with self.log(title).open("wb") as log:
+                process = subprocess.Popen(
                     words, cwd=self.folder, env=self.environment, stdout=log, stderr=log
                 )
-        while running:
-            for name, process in list(running.items()):
-                if kill:
-                    kill(name, process)
-                if process.poll() is not None:
-                    del running[name]
-                    self.keep(name, shlex.join(commands[name]), started, process.returncode)
-                    good = bool(process.returncode) == bool(kill)
-                    assert good, f"{name} ended with {process.returncode}: see {self.log(name)}"
-            time.sleep(0.005)
+            running[name] = title, process, time.monotonic()
+
+        *first, last = commands
+        for name in first:
+            start(name)
+        while running or last:
+            look()
+            if last and ready():
+                start(last)
+                last = ""
+            for name, (title, process, started) in list(running.items()):
+                killed = name in left and left[name](process)
+                if killed:
+                    process.wait()
+                if process.poll() is None:
+                    continue
+                del running[name]
+                self.keep(title, shlex.join(commands[name]), started, process.returncode)
+                good = bool(process.returncode) == killed
+                assert good, f"{title} ended with {process.returncode}: see {self.log(title)}"
+                if killed:
+                    del left[name]
+                    start(name, "again")
+            time.sleep(0.02)
+        assert not left, f"ended before they were killed: {', '.join(left)}"
 
     def run(self, name: str, *command: str) -> None:
         """Run one command to its end."""
@@ -196,90 +226,78 @@ def answer(walk: Walk, per_family: int) -> None:
     }
 
 
-def capture(walk: Walk) -> None:
-    """Capture with one engine undisturbed, then with two into one store, each killed once."""
+def capture_command(data: str, out: str, *options: str) -> list[str]:
+    """Return a capture of the target, told to SGLang as the portable class."""
+    engine = json.dumps(MEMORY | {"json_model_override_args": json.dumps(PORTABLE)})
+    given = f"--target target --dtype float32 --data {data} --out {out} --shard-mib 4".split()
+    return ["hyperdflash", "capture", *given, "--engine-args", engine, *options]
 
-    def command(out: str, share: str) -> list[str]:
-        options = f"--target target --dtype float32 --data answers.jsonl --out {out}"
-        options += f" --share {share} --shard-mib 1 --concurrency 1"
-        engine = json.dumps(MEMORY | {"json_model_override_args": json.dumps(PORTABLE)})
-        return ["hyperdflash", "capture", *options.split(), "--engine-args", engine]
 
-    def shards(share: str) -> int:
-        path = walk.folder / f"states/manifests/capture-{share.replace('/', '-of-')}.jsonl"
-        return len(Manifest.read(path).shards) if path.is_file() else 0
+def train(walk: Walk, name: str, *, kill: bool) -> None:
+    """Capture with two engines into a store with a budget, and train on it with two processes."""
+    write_text(walk.folder / f"{name}.toml", SCHEDULE.format(name=name))
+    store, work = walk.folder / f"states_{name}", walk.folder / f"work_{name}"
+    shares = ("1/2", "2/2")
+    budget = f"--budget {BUDGET / 2**30}".split()
+    commands = {
+        f"{name}, capture {share}": capture_command(
+            "answers.jsonl", store.name, "--share", share, *budget
+        )
+        for share in shares
+    }
+    options = f"--config {name}.toml --work {work.name} --device cpu --threads 1"
+    commands[f"{name}, train"] = (
+        f"torchrun --standalone --nproc-per-node 2 -m sglang_hyperdflash train {options}".split()
+    )
+    most, at_kill = 0, {}
 
-    at_kill: dict[str, int] = {}
+    def look() -> None:
+        nonlocal most
+        with suppress(FileNotFoundError):
+            sizes = [path.stat().st_size for path in (store / "shards").iterdir()]
+            most = max(most, sum(sizes))
 
-    def kill(name: str, process: subprocess.Popen) -> None:
-        share = name.split()[1].rstrip(",")
-        if shards(share) >= 3:
+    def kill_engine(process: subprocess.Popen) -> bool:
+        path = store / "manifests" / "capture-2-of-2.jsonl"
+        shards = Manifest.read(path).end if path.is_file() else 0
+        if shards:
+            at_kill["samples of the engine"] = shards
             process.kill()
-            process.wait()
-            at_kill[share] = shards(share)
+        return bool(shards)
 
-    walk.run("capture, undisturbed", *command("alone", "1/1"))
-    commands = {share: command("states", share) for share in ("1/2", "2/2")}
-    walk.together({f"capture {share}, killed": words for share, words in commands.items()}, kill)
-    walk.together({f"capture {share}, again": words for share, words in commands.items()})
-    alone, both = (
-        [(shard.start, shard.lengths, shard.sha256) for shard in read_shards(walk.folder / name)]
-        for name in ("alone", "states")
-    )
-    walk.checks["store"] = {
-        "shards": len(alone),
-        "shards at the kills": at_kill,
-        "same checksums": alone == both,
-    }
-    assert all(0 < at_kill[f"{part}/2"] < len(alone[part - 1 :: 2]) for part in (1, 2)), at_kill
-
-
-def train(walk: Walk) -> None:
-    """Train with two processes, with two of which one is killed, and with one."""
-
-    def command(name: str, processes: int) -> list[str]:
-        write_text(walk.folder / f"{name}.toml", SCHEDULE.format(name=name))
-        options = f"train --config {name}.toml --work work_{name} --device cpu --threads 1"
-        ranks = f"torchrun --standalone --nproc-per-node {processes} -m sglang_hyperdflash"
-        return f"{ranks if processes > 1 else 'hyperdflash'} {options}".split()
-
-    def states(name: str) -> list[Path]:
-        return saved_states(walk.folder / f"work_{name}" / "stage-1")
-
-    def kill(_name: str, process: subprocess.Popen) -> None:
-        if states("killed"):
+    def kill_rank(process: subprocess.Popen) -> bool:
+        states = saved_states(work / "stage-1")
+        if states:
+            at_kill["steps of the training"] = step_of(states[-1])
             psutil.Process(process.pid).children()[-1].kill()
-            process.wait()
+        return bool(states)
 
-    walk.run("train, two processes", *command("two", 2))
-    walk.together({"train, one of two killed": command("killed", 2)}, kill)
-    kill_step = step_of(states("killed")[-1])
-    walk.run("train, two again", *command("killed", 2))
-    walk.run("train, one process", *command("one", 1))
-    files = [walk.folder / f"drafter_{name}" / "model.safetensors" for name in ("two", "killed")]
-    (parallel, weights), (single, other) = (
-        read_state(states(name)[-1], begin="drafter.") for name in ("two", "one")
-    )
-    tensor_gaps = [
-        ((a - other[name]).norm() / a.norm().clamp_min(1e-12)).item() for name, a in weights.items()
-    ]
-    losses = [[record["loss"] for record in state["records"]] for state in (parallel, single)]
-    loss_gaps = [abs(a - b) / a for a, b in zip(*losses, strict=True)]
-    walk.checks["drafter"] = {
-        "killed after step": kill_step,
-        "killed equals undisturbed, byte by byte": filecmp.cmp(*files, shallow=False),
-        "one process, relative gap of losses": max(loss_gaps),
-        "one process, relative gap of a tensor": max(tensor_gaps),
-        "loss": [losses[0][0], losses[0][-1]],
-        "simulated tau": parallel["best"]["tau"],
+    engine, training = f"{name}, capture 2/2", f"{name}, train"
+    kills = {engine: kill_engine, training: kill_rank} if kill else {}
+    walk.together(commands, kills, look, lambda: (store / MANIFEST).is_file())
+    facts, _ = read_state(saved_states(work / "stage-1")[-1], {})
+    walk.checks[name] = {
+        "samples": WindowReader(store, budgeted(store), None).data.samples,
+        "windows": facts["state"]["window"],
+        "steps": facts["state"]["step"],
+        "MB of all states": round(sum(each.size for each in every_shard(store)) / 1e6, 1),
+        "MB at once": round(most / 1e6, 1),
+        "at the kills": at_kill,
+        "loss": [facts["records"][i]["loss"] for i in (0, -1)],
+        "simulated tau": facts["best"]["tau"],
     }
-    assert kill_step < parallel["state"]["step"], "it was killed too late"
+
+
+def every_shard(store: Path) -> list[Shard]:
+    """Return the shards of a store, those that were used up as well."""
+    every = [Manifest.read(path) for path in (store / "manifests").glob("*.jsonl")]
+    return [shard for each in every for shard in (*each.shards.values(), *each.used)]
 
 
 def serve(walk: Walk) -> None:
     """Compare served methods, and send one request."""
     shutil.copy(HERE / "turns.jsonl", walk.folder)
-    options = "--target served --methods baseline,hyperdflash2 --hyperdflash2-draft drafter_two"
+    options = "--target served --methods baseline,hyperdflash2 --hyperdflash2-draft drafter_killed"
     options += " --benchmarks turns.jsonl --num-prompts 6 --max-new-tokens 48 --rounds 1"
     options += " --one-at-a-time --out comparison"
     command = ["python", "-m", "eval", "run", *options.split()]
@@ -287,7 +305,7 @@ def serve(walk: Walk) -> None:
     rows = json.loads((walk.folder / "comparison" / "results.json").read_text())["rows"]
     names = ("method", "tau", "num_prompts", "identical_to_baseline")
     walk.checks["served"] = [{name: row.get(name) for name in names} for row in rows]
-    with walk.server("serve", *hyperdflash_arguments(walk.folder / "drafter_two")) as server:
+    with walk.server("serve", *hyperdflash_arguments(walk.folder / "drafter_killed")) as server:
         started = time.monotonic()
         question = {"role": "user", "content": "Add 478 and 220."}
         body = {"model": "default", "messages": [question], "temperature": 0, "max_tokens": 48}
@@ -301,7 +319,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="new folder for all files")
     parser.add_argument("--out", type=Path, required=True, help="JSON of the steps and checks")
-    parser.add_argument("--per-family", type=int, default=1, help="conversations of a family")
+    parser.add_argument("--per-family", type=int, default=60, help="conversations of a family")
     args = parser.parse_args()
     args.work.mkdir(parents=True)
     walk = Walk(args.work.resolve())
@@ -310,14 +328,21 @@ def main() -> int:
     shutil.copytree(target, served)
     write_json(served / "config.json", json.loads((target / "config.json").read_text()) | PORTABLE)
     answer(walk, args.per_family)
-    capture(walk)
-    train(walk)
+    with (walk.folder / "answers.jsonl").open() as lines:
+        write_text(walk.folder / "held_out.jsonl", "".join(itertools.islice(lines, 24)))
+    walk.run("capture, held out", *capture_command("held_out.jsonl", "held_out"))
+    for name in ("undisturbed", "killed"):
+        train(walk, name, kill=name == "killed")
+    files = [walk.folder / f"drafter_{n}" / "model.safetensors" for n in ("undisturbed", "killed")]
+    same = filecmp.cmp(*files, shallow=False)
+    walk.checks["killed equals undisturbed, byte by byte"] = same
+    options = "--config killed.toml --work work_killed --device cpu --evaluate drafter_killed"
+    walk.run("evaluate only", "hyperdflash", "train", *options.split())
     serve(walk)
     report = {"provenance": provenance(), "steps": walk.steps, "checks": walk.checks}
     write_json(args.out, report, indent=1)
-    same_store = walk.checks["store"]["same checksums"]
-    same_drafter = walk.checks["drafter"]["killed equals undisturbed, byte by byte"]
-    return int(not (same_store and same_drafter))
+    within = all(walk.checks[n]["MB at once"] <= BUDGET / 1e6 for n in ("undisturbed", "killed"))
+    return int(not (same and within))
 
 
 if __name__ == "__main__":

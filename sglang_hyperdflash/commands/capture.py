@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -118,16 +120,24 @@ def _capture(
     samples, window = loaded.samples, args.window
     if window:
         samples = [sample.after(max(sample.spans[0][0] - window, 0)) for sample in samples]
-    data = Data(data_digest(samples), len(samples), args.shard_mib << 20)
-    writer.begin(data)
+    budget = args.budget and int(args.budget * 2**30)
+    data = Data(data_digest(samples), len(samples), args.shard_mib << 20, budget, window)
     part, parts = args.share
-    ranges = shard_ranges(samples, writer.identity, data.shard_bytes)[part - 1 :: parts]
+    ranges = shard_ranges(samples, writer.identity, data.shard_bytes)
+    sizes = [sum(bytes_of(s, writer.identity) for s in samples[a:b]) for a, b in ranges]
+    if budget and budget < (least := 4 * parts * max(sizes)):
+        raise HyperDFlashConfigError(
+            f"--budget: expected at least {least / 2**30:.3g} GiB, four shards of every share, "
+            f"found {args.budget:g}. Raise it, or lower --shard-mib."
+        )
+    writer.begin(data)
+    size_of, ranges = dict(zip(ranges, sizes, strict=True)), ranges[part - 1 :: parts]
     missing = writer.missing(ranges)
     shards = "1 shard" if len(ranges) == 1 else f"{len(ranges)} shards"
     print(f"{shards}, {len(ranges) - len(missing)} already in {args.out}")
     if missing:
-        left = (sample for start, end in missing for sample in samples[start:end])
-        check_space(args.out, sum(bytes_of(sample, writer.identity) for sample in left))
+        missing = {each: size_of[each] for each in missing}
+        check_space(args.out, min(sum(missing.values()), budget or math.inf))
         # Local: rows that are read and removed within seconds need not reach a shared disk.
         with TemporaryDirectory(prefix="hyperdflash-", ignore_cleanup_errors=True) as scratch:
             _with_server(arguments, Path(scratch), args, loaded, samples, missing, writer)
@@ -142,8 +152,9 @@ def _with_server(arguments, scratch: Path, args, loaded, samples, missing, write
     with start_server(arguments, verbose=args.verbose, environment=environment) as server:
         check_fits(loaded, int(server_info(server.url)["max_req_input_len"]))
         pool = Pool({server.url: args.model}, attempts=1)  # rows of two attempts would add up
-        reader, concurrency = RowReader(scratch), args.concurrency
-        asyncio.run(capture_shards(pool, reader, loaded, samples, missing, writer, concurrency))
+        budget = args.budget and int(args.budget * 2**30) // args.share[1]
+        given = pool, RowReader(scratch), loaded, samples, missing, writer, args.concurrency
+        asyncio.run(capture_shards(*given, budget))
 
 
 async def capture_shards(
@@ -151,15 +162,18 @@ async def capture_shards(
     reader: RowReader,
     loaded: Loaded,
     samples: list[Sample],
-    ranges: list[Range],
+    ranges: Mapping[Range, int],
     writer: StoreWriter,
     concurrency: int,
+    budget: int | None = None,
 ) -> None:
     """Prefill and add every range; while some shards are written, the next is prefilled.
 
     Args:
         samples: the ends of the loaded ones that are stored.
+        ranges: the bytes of every range.
         concurrency: the number of conversations in flight.
+        budget: bytes of shards that may be there, until a training has used some; None for all.
 
     Raises:
         HyperDFlashError: the server refuses a conversation, or rows are missing.
@@ -183,11 +197,26 @@ async def capture_shards(
                 ) from error
             return await reader.take(rid, count)
 
+    under_way, in_order = 0, asyncio.Lock()
+
+    async def room(size: int) -> None:
+        """Wait for a shard's room, in the order of the data: a training needs the first first."""
+        nonlocal under_way
+        async with in_order:
+            while budget and not writer.has_room(under_way + size, budget):
+                bar.set_postfix_str("waiting for the training to use what is there")
+                await asyncio.sleep(1)
+            bar.set_postfix_str("")
+            under_way += size
+
     async def capture_shard(start: int, end: int) -> None:
+        nonlocal under_way
         async with shards_in_memory:
+            await room(ranges[start, end])
             residuals = await asyncio.gather(*map(prefill, range(start, end)))
             states = [(residual,) for residual in residuals]
             await asyncio.to_thread(writer.add, start, samples[start:end], states)
+            under_way -= ranges[start, end]
             bar.update(1)
 
     with tqdm(total=len(ranges), unit="shard") as bar:

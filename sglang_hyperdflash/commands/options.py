@@ -201,6 +201,9 @@ def capture(commands) -> None:
     text = "of the stored states: the target's own, or float8_e4m3fn with a scale for each token "
     text += "and path, half of bf16's size"
     add("--states-dtype", choices=("auto", "fp8"), default="auto", help=text)
+    text = "GiB that the store holds at most, all shares together: `train` reads it meanwhile, and "
+    text += "each side waits for the other (default: all of the states)"
+    add("--budget", type=number(float, "above 0", lambda n: n > 0), metavar="GIB", help=text)
     add("--shard-mib", type=COUNT, default=1024, help="largest size of a shard, MiB")
     add("--concurrency", type=COUNT, default=16, help="conversations in flight")
     add_engine_options(parser)

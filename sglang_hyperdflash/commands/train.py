@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -24,7 +25,7 @@ from sglang_hyperdflash.targets.chats import load_chats
 from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, drafter_folder
 from sglang_hyperdflash.tools.atomic import replacing, write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.ownership import check, claim, keep_apart, location
+from sglang_hyperdflash.tools.ownership import MANIFEST, check, claim, keep_apart, location
 from sglang_hyperdflash.training.cached import cached
 from sglang_hyperdflash.training.checkpoints import saved_states
 from sglang_hyperdflash.training.conversations import Loaded, load_samples
@@ -37,10 +38,10 @@ from sglang_hyperdflash.training.recipe import Schedule, read_schedule
 from sglang_hyperdflash.training.replay import Replay, check_whole_blocks
 from sglang_hyperdflash.training.rows import LeftOut
 from sglang_hyperdflash.training.samples import OnlineFeatures, Source
-from sglang_hyperdflash.training.store.manifest import budgeted, content_hash
+from sglang_hyperdflash.training.store.manifest import budgeted, content_hash, data_sets
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.stream import WindowReader
-from sglang_hyperdflash.training.streamed import StreamTrainer
+from sglang_hyperdflash.training.streamed import POLL, StreamTrainer
 from sglang_hyperdflash.training.trainer import Trainer, best_weights
 
 KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
@@ -202,21 +203,40 @@ def train(
         print(f"{last} ({schedule.out})")
 
 
+def wait_for_captures(schedule: Schedule, world: ProcessGroup) -> None:
+    """Wait until every capture that has begun says what its store will hold."""
+    for folder in (Path(name) for stage in schedule.stage for name in stage.data):
+        said = False
+        while (folder / MANIFEST).is_file() and not data_sets(folder):
+            if world.is_main and not said:
+                print(f"waiting: {folder} holds no sample yet", flush=True)
+            said = True
+            time.sleep(POLL)
+
+
 def open_store(folders: tuple[str, ...], window: int | None) -> StoreReader:
     """Open the stores of a stage, or the one that is being captured with a budget.
 
     Raises:
-        HyperDFlashConfigError: a store with a budget is one of several.
+        HyperDFlashConfigError: a store with a budget is one of several, or a window is smaller than
+            the drafter's.
     """
-    limited = [folder for folder in folders if budgeted(Path(folder))]
+    for folder in folders:
+        for data in filter(None, data_sets(Path(folder))):
+            if data.window is not None and (window is None or window > data.window):
+                raise HyperDFlashConfigError(
+                    f"{folder} was captured with --window {data.window}; the drafter's window is "
+                    f"{window or 'none'}. Capture again with the drafter's, or without."
+                )
+    limited = {folder: data for folder in folders if (data := budgeted(Path(folder)))}
     if not limited:
         return StoreReader(folders, window=window)
     if len(folders) > 1:
         raise HyperDFlashConfigError(
-            f"{limited[0]} was captured with --budget: expected it to be the only data of its "
-            f"stage, found {len(folders)} stores."
+            f"{next(iter(limited))} was captured with --budget: expected it to be the only data of "
+            f"its stage, found {len(folders)} stores."
         )
-    return WindowReader(folders[0], budgeted(Path(folders[0])), window)
+    return WindowReader(folders[0], limited[folders[0]], window)
 
 
 def load_all(schedule: Schedule, left_out: LeftOut) -> dict[tuple[str, ...], Loaded]:
@@ -326,6 +346,8 @@ def run(args: argparse.Namespace) -> int:
         )
     check_reporters(schedule.report_to)
     with processes(args) as (world, device), ExitStack() as claims:
+        if schedule.features == "captured":
+            wait_for_captures(schedule, world)
         if args.evaluate is None:
             world.on_main(lambda: hold(schedule, args.work, claims))
         options = {"evaluate": args.evaluate is not None, "profile": args.profile}

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sglang_hyperdflash.tools.atomic import write_json
+from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.learner import POLL
 from sglang_hyperdflash.training.samples import Passes
 from sglang_hyperdflash.training.store.manifest import USED
@@ -39,6 +40,9 @@ class StreamTrainer(Trainer):
     All passes are over one window before the next: windows, batches and steps follow from the data
     set and its store's budget, so a run that is killed and resumed ends as an undisturbed one. What
     a window needed is given up only when a checkpoint after it is whole.
+
+    Raises:
+        HyperDFlashConfigError: the stage's length is given in minutes.
     """
 
     train: WindowReader
@@ -47,6 +51,11 @@ class StreamTrainer(Trainer):
         self._shown: list[int] | None = None
         self._say = say
         super().__init__(*given, **named)
+        if self.recipe.steps is None:
+            raise HyperDFlashConfigError(
+                f"{self.train.folder} was captured with --budget: expected epochs or steps of its "
+                "stage, found minutes, in which nobody knows how long a sample is needed."
+            )
         self.state.setdefault("window", [0, 0])
 
     def _step_at(self, position: int) -> int:

@@ -61,12 +61,14 @@ class Data:
         digest: of tokens and spans. samples: their number. shard_bytes: what a shard holds at most:
             writers of one data set cut it into the same shards.
         budget: bytes of it that a store holds at most, while a training uses it; None for all.
+        window: tokens before a sample's first answer that it holds at most; None for all.
     """
 
     digest: str
     samples: int
     shard_bytes: int
     budget: int | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -258,19 +260,30 @@ def read_shards(folder: Path) -> list[Shard]:
     return shards
 
 
+def data_sets(folder: Path) -> list[Data | None]:
+    """What each writer that has begun writes; None for a stream without an end."""
+    found = []
+    for path in sorted((folder / MANIFESTS).glob("*.jsonl")):
+        with path.open("rb") as file:
+            line = file.readline()
+        if line.endswith(b"\n"):
+            data = parse(line, f"{path}:1").get("data")
+            found.append(None if data is None else Data(**data))
+    return found
+
+
 def budgeted(folder: Path) -> Data | None:
     """The data set of a store that holds a part of it at a time, for one training; else None.
 
     Raises:
         HyperDFlashConfigError: it holds other samples, too.
     """
-    every = manifests(folder)
-    datas = {each.data for each in every}
-    limited = [data for data in datas if data is not None and data.budget]
-    if limited and len(datas) > 1:
+    every = set(data_sets(folder))
+    limited = [data for data in every if data is not None and data.budget]
+    if limited and len(every) > 1:
         raise HyperDFlashConfigError(
             f"{folder} was captured with --budget, for one training on one data set; found "
-            f"{len(datas)} data sets in it. Capture each into a store of its own."
+            f"{len(every)} data sets in it. Capture each into a store of its own."
         )
     return limited[0] if limited else None
 

@@ -229,7 +229,8 @@ def answer(walk: Walk, per_family: int) -> None:
 def capture_command(data: str, out: str, *options: str) -> list[str]:
     """Return a capture of the target, told to SGLang as the portable class."""
     engine = json.dumps(MEMORY | {"json_model_override_args": json.dumps(PORTABLE)})
-    given = f"--target target --dtype float32 --data {data} --out {out} --shard-mib 4".split()
+    given = f"--target target --dtype float32 --data {data} --out {out}".split()
+    given += ["--shard-mib", "4", "--concurrency", "1"]  # batches change last bits
     return ["hyperdflash", "capture", *given, "--engine-args", engine, *options]
 
 
@@ -319,7 +320,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="new folder for all files")
     parser.add_argument("--out", type=Path, required=True, help="JSON of the steps and checks")
-    parser.add_argument("--per-family", type=int, default=60, help="conversations of a family")
+    parser.add_argument("--per-family", type=int, default=20, help="conversations of a family")
     args = parser.parse_args()
     args.work.mkdir(parents=True)
     walk = Walk(args.work.resolve())

@@ -52,10 +52,6 @@ class Draws:
         self.newest, self.older = by_age(stream, ~stream.held_out, policy.newest)
         self._window = cache(self._drawn_for)
 
-    def known(self, step: int) -> bool:
-        """Whether the samples of a step are there already."""
-        return True
-
     def batch(self, step: int) -> list[int]:
         """Indices of the global batch of a step."""
         window, at = divmod(step, self.WINDOW)

@@ -150,23 +150,25 @@ class Passes:
         counts: samples of every source, which come one after another.
         weights: of every source, how often a pass takes each of its samples, on average; 1 for all
             where it is empty.
+        first: the step that takes the first samples.
     """
 
     def __init__(
-        self, counts: Sequence[int], batch: int, seed: int, weights: Sequence[float] = ()
+        self,
+        counts: Sequence[int],
+        batch: int,
+        seed: int,
+        weights: Sequence[float] = (),
+        first: int = 0,
     ) -> None:
-        self.counts, self.batch_size, self.seed = counts, batch, seed
+        self.counts, self.batch_size, self.seed, self.first = counts, batch, seed, first
         self.weights = weights or [1.0] * len(counts)
         self.count = passed(counts, weights)
         self._order = lru_cache(2)(self._drawn)
 
-    def known(self, step: int) -> bool:
-        """Whether the samples of a step are there already."""
-        return True
-
     def batch(self, step: int) -> list[int]:
         """Indices of the global batch of a step."""
-        first = step * self.batch_size
+        first = (step - self.first) * self.batch_size
         return [
             self._order(at // self.count)[at % self.count]
             for at in range(first, first + self.batch_size)

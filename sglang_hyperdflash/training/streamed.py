@@ -18,22 +18,6 @@ from sglang_hyperdflash.training.store.stream import WindowReader
 from sglang_hyperdflash.training.trainer import Trainer
 
 
-class WindowPasses(Passes):
-    """The passes over a window, from the first step that takes samples of it to the last."""
-
-    def __init__(self, counts: list[int], batch: int, seed: int, first: int, end: int) -> None:
-        super().__init__(counts, batch, seed)
-        self.first, self.end = first, end
-
-    def known(self, step: int) -> bool:
-        """See :meth:`Passes.known`."""
-        return step < self.end
-
-    def batch(self, step: int) -> list[int]:
-        """See :meth:`Passes.batch`."""
-        return super().batch(step - self.first)
-
-
 class StreamTrainer(Trainer):
     """A :class:`Trainer` whose ``train`` is a :class:`WindowReader`.
 
@@ -89,5 +73,6 @@ class StreamTrainer(Trainer):
             time.sleep(POLL)
         self.state["window"] = self._shown = [start, end]
         self._shares.cache_clear()
-        steps, recipe = (self._step_at(start), self._step_at(end)), self.recipe
-        self.passes = WindowPasses(self.train.counts, recipe.batch, recipe.seed + start, *steps)
+        seed, first = self.recipe.seed + start, self._step_at(start)
+        self.passes = Passes(self.train.counts, self.recipe.batch, seed, first=first)
+        self.horizon = self._step_at(end)

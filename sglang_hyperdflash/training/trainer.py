@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -63,10 +63,17 @@ class Step(nn.Module):
         return terms, *counts
 
 
-class Timer:
-    """Seconds of a step's parts. A GPU's are its own, and are read when the step is over."""
+class Report:
+    """A step's numbers and times, on their way to the host while the next step computes.
 
-    def __init__(self, device: torch.device) -> None:
+    Times are a GPU's own where there is one.
+
+    Attributes:
+        step: the number of the step, from 0. seconds: of the step. tokens: answer tokens.
+    """
+
+    def __init__(self, step: int, device: torch.device) -> None:
+        self.step, self.seconds, self.tokens = step, 0.0, 0
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
         self.mark("")
@@ -78,43 +85,21 @@ class Timer:
             event.record()
         self._marks.append((part, event))
 
-    def seconds(self) -> dict[str, float]:
-        """By part."""
+    def close(self, numbers: torch.Tensor) -> None:
+        """Begin to copy the step's numbers."""
+        self._numbers = torch.empty(numbers.shape, pin_memory=self._on_gpu)
+        self._numbers.copy_(numbers, non_blocking=True)
+        self.mark("")
+
+    def read(self) -> tuple[list[float], dict[str, float]]:
+        """The numbers and the seconds by part, once they are there."""
         spent: dict[str, float] = {}
-        for (_, before), (part, now) in pairwise(self._marks):
+        if self._on_gpu:
+            self._marks[-1][1].synchronize()
+        for (_, before), (part, now) in pairwise(self._marks[:-1]):
             more = before.elapsed_time(now) / 1000 if self._on_gpu else now - before
             spent[part] = spent.get(part, 0.0) + more
-        return spent
-
-
-@dataclass
-class Report:
-    """A step's numbers, on their way to the host while the next step computes.
-
-    Attributes:
-        step: the number of the step, from 0. numbers: of :meth:`Trainer.accumulate`, and the norm
-            of the gradient. seconds: of the step. tokens: answer tokens.
-    """
-
-    step: int
-    numbers: torch.Tensor
-    timer: Timer
-    seconds: float
-    tokens: int
-    event: Any = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        if self.numbers.device.type == "cuda":
-            host = torch.empty(self.numbers.shape, pin_memory=True)
-            self.numbers = host.copy_(self.numbers, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def read(self) -> list[float]:
-        """The numbers, once they are there."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.numbers.tolist()
+        return self._numbers.tolist(), spent
 
 
 class Trainer:
@@ -159,6 +144,7 @@ class Trainer:
         # The best one's record; the checkpoint of its step is kept.
         self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}
         self.passes = Passes(train.counts, recipe.batch, recipe.seed, recipe.weights)
+        self.horizon = sys.maxsize  # the step before which all samples are there
         self.factors = moved(torch.tensor(self.objective.factors), self.device)
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(folder, self.world, recipe.keep)
@@ -192,10 +178,9 @@ class Trainer:
 
     def _prefetch(self, step: int) -> None:
         """Let states be read that this step and the next ones need, in their order."""
-        for ahead in range(step, step + AHEAD + 1):
-            if self.passes.known(ahead):
-                for share in self._shares(ahead)[self.world.rank]:
-                    self.train.prefetch([i for _, i in share])
+        for ahead in range(step, min(step + AHEAD + 1, self.horizon)):
+            for share in self._shares(ahead)[self.world.rank]:
+                self.train.prefetch([i for _, i in share])
 
     def _agreed(self, *numbers: float) -> list[float]:
         """Sums over all processes, on the host alone; whether one was asked to stop is noted."""
@@ -205,7 +190,7 @@ class Trainer:
         self.stopping = self.stopping or asked > 0
         return sums
 
-    def accumulate(self, step: int, timer: Timer) -> torch.Tensor | None:
+    def accumulate(self, report: Report) -> torch.Tensor | None:
         """Gradients of one global batch, summed over micro batches and processes.
 
         Returns:
@@ -213,7 +198,7 @@ class Trainer:
             then correct and supervised drafts of each position, ``[B-1]`` each. None where a
             process was asked to stop: gradients are in part.
         """
-        parts = self.micro_batches(step)
+        parts = self.micro_batches(report.step)
         divide = sum((denominators(self.objective, part[-1]) for part in parts), torch.zeros(3))
         divide = torch.tensor(self._agreed(*divide.tolist()), dtype=torch.float32)
         divide = moved(divide.clamp(min=1e-9), self.device)
@@ -223,16 +208,16 @@ class Trainer:
                 self._agreed()
             if self.stopping:
                 return None
-            self._prefetch(step)
+            self._prefetch(report.step)
             last = number == len(parts) - 1
             batch = rows, self.train.states(ids).to(self.device), blocks
-            timer.mark("data")
+            report.mark("data")
             with nullcontext() if last or self.world.size == 1 else self.summed.no_sync():
                 terms, hits, supervised = self.summed(*batch)
                 terms = terms / divide
-                timer.mark("forward")
+                report.mark("forward")
                 (self.world.size * (self.factors * terms).sum()).backward()
-            timer.mark("backward")
+            report.mark("backward")
             totals += torch.cat([terms.detach(), hits, supervised])
         return self.world.sum(totals)
 
@@ -269,24 +254,26 @@ class Trainer:
 
         Where loss or gradient is not finite, no weight is changed, and :meth:`keep` raises.
         """
-        started, step, timer = time.monotonic(), self.state["step"], Timer(self.device)
+        started, step = time.monotonic(), self.state["step"]
+        report = Report(step, self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate() * group.get("factor", 1.0)
         self.optimizer.zero_grad()
-        totals = self.accumulate(step, timer)
+        totals = self.accumulate(report)
         if totals is None:
             return None
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.clip)
         # Seam: torch's fused AdamW skips a step by this, as it does for ``GradScaler``.
         self.optimizer.found_inf = (~torch.isfinite(norm + totals[:3].sum())).float()
         self.optimizer.step()
-        timer.mark("optimizer")
+        report.mark("optimizer")
+        report.close(torch.cat([totals, norm.reshape(1)]))
         self.state["step"] += 1
         (spent,) = self._agreed(time.monotonic() - started)
-        self.state["seconds"] += spent / self.world.size
-        tokens = int(self.train.answers[self.passes.batch(step)].sum())
-        numbers = torch.cat([totals, norm.reshape(1)])
-        return Report(step, numbers, timer, spent / self.world.size, tokens)
+        report.seconds = spent / self.world.size
+        self.state["seconds"] += report.seconds
+        report.tokens = int(self.train.answers[self.passes.batch(step)].sum())
+        return report
 
     def keep(self, late: Report) -> dict[str, Any]:
         """Read a step's report, and keep it for the next record.
@@ -294,7 +281,7 @@ class Trainer:
         Raises:
             FloatingPointError: its loss or gradient is not finite.
         """
-        ce, distance, own, *counts, norm = late.read()
+        (ce, distance, own, *counts, norm), parts = late.read()
         term, drafts = self.objective.term, self.drafter.config.num_drafts
         if not math.isfinite(ce + distance + own):
             what = f"loss is not finite (CE {ce}, {term} {distance}, own {own})"
@@ -305,7 +292,7 @@ class Trainer:
         report = {"step": late.step, "loss": sum(x * factor for x, factor in factors), "ce": ce}
         report |= {term: distance, "own": own, "hits": counts[:drafts], "rows": counts[drafts:]}
         report |= {"gradient_norm": norm, "seconds": late.seconds, "tokens": late.tokens}
-        report["parts"] = late.timer.seconds()
+        report["parts"] = parts
         self.reports.append(report)
         return report
 
@@ -340,19 +327,17 @@ class Trainer:
                     self.reports = []
                     self._checkpoint(out, record)
                     self.after_checkpoint()
-                if done or self.stopping:
-                    if self.stopping:
-                        self._save_state()
-                    self.checkpoints.wait()
-                    if self.stopping:
-                        raise SystemExit(128 + signal.SIGTERM)
-                    return
-                self.before_step()
                 if self.stopping:
-                    continue
-                report = self.step()
+                    self._save_state()
+                if done or self.stopping:
+                    break
+                self.before_step()
+                report = None if self.stopping else self.step()
                 self._keep_late()
                 self._late = report
+            self.checkpoints.wait()
+        if self.stopping:
+            raise SystemExit(128 + signal.SIGTERM)
 
     def before_step(self) -> None:
         """What all processes do before a step; nothing, unless a subclass does something."""

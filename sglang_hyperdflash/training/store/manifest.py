@@ -184,17 +184,6 @@ def manifests(folder: Path) -> list[Manifest]:
     return [Manifest.read(path) for path in sorted((folder / MANIFESTS).glob("*.jsonl"))]
 
 
-def stamp_of(shard: Path) -> Path:
-    """The file that says that a shard's checksum was verified."""
-    return shard.parent.parent / VERIFIED / shard.name
-
-
-def stamp(shard: Path, sha256: str) -> str:
-    """What the file says of a shard as it is now; raises ``FileNotFoundError`` without one."""
-    status = shard.stat()
-    return f"{sha256} {status.st_size} {status.st_mtime_ns}\n"
-
-
 def shard_files(folder: Path) -> set[str]:
     """Names of the shards that are there: one listing, where thousands of stats would take long."""
     with suppress(FileNotFoundError):

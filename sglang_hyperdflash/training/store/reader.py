@@ -19,11 +19,10 @@ from sglang_hyperdflash.training.samples import States
 from sglang_hyperdflash.training.store.manifest import (
     REPEAT,
     SHARDS,
+    VERIFIED,
     Shard,
     read_identity,
     read_shards,
-    stamp,
-    stamp_of,
 )
 from sglang_hyperdflash.training.store.shard import OpenShard
 
@@ -77,8 +76,8 @@ class StoredSamples(Sequence):
 class StoreReader:
     """A :class:`~sglang_hyperdflash.training.samples.Source` over stores as they are now.
 
-    A process keeps some 50 bytes a sample in memory. A shard without its writer's stamp, such as a
-    copied one, is verified when it is first opened; a stamp tells other readers.
+    A process keeps some 50 bytes a sample in memory. A shard that is not as it was written, such as
+    a copied one, is verified when it is first opened; a stamp tells other readers.
 
     Of a sample the tokens are left out that no block sees: RoPE turns queries and keys by their
     distance, so a drafter does not notice where a sample begins.
@@ -125,7 +124,9 @@ class StoreReader:
 
     def _index(self, stores: Mapping[Path, list[Shard]]) -> None:
         # The lists of a million samples' spans would be a GB in every process.
-        self._shards = [(f / SHARDS / s.file, s.sha256) for f in stores for s in stores[f]]
+        self._shards = [
+            (f / SHARDS / s.file, s.sha256, (s.size, s.modified)) for f in stores for s in stores[f]
+        ]
         shards = list(chain.from_iterable(stores.values()))
         self.counts = [sum(len(s.kept) for s in each) for each in stores.values()]
         flat, kept = chain.from_iterable, [s.kept for s in shards]
@@ -171,12 +172,12 @@ class StoreReader:
 
     def opened(self, number: int) -> OpenShard:
         """A shard, verified. At most ``OPEN_SHARDS`` stay open."""
-        path, sha256 = self._shards[number]
+        path, sha256, written = self._shards[number]
         with self._opening:
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
-        verify(path, sha256)  # outside the lock: it may read the whole shard
+        verify(path, sha256, written)  # outside the lock: it may read the whole shard
         with self._opening:
             if path not in self._open:
                 self._open[path] = OpenShard(path)
@@ -229,17 +230,21 @@ class StoreReader:
         shard.tokens[rows].sum()
 
 
-def verify(path: Path, sha256: str) -> None:
-    """Check a shard's checksum, unless a stamp says that this very file has been checked.
+def verify(path: Path, sha256: str, written: tuple[int, int]) -> None:
+    """Check a shard's checksum, unless its size and time are those it was ``written`` with, or a
+    stamp says that this very file has been checked.
 
     Raises:
         HyperDFlashConfigError: it differs, or the file is missing.
     """
+    stamp = path.parent.parent / VERIFIED / path.name
     try:
-        text = stamp(path, sha256)
-        with suppress(FileNotFoundError):
-            if stamp_of(path).read_text() == text:
-                return
+        status = path.stat()
+        text = f"{sha256} {status.st_size} {status.st_mtime_ns}\n"
+        if (status.st_size, status.st_mtime_ns) == written:
+            return
+        if stamp.is_file() and stamp.read_text() == text:
+            return
         right = file_hash(path) == sha256
     except FileNotFoundError as error:
         raise HyperDFlashConfigError(f"shard {path} is missing. {REPEAT}") from error
@@ -248,4 +253,4 @@ def verify(path: Path, sha256: str) -> None:
             f"shard {path} is corrupt: its SHA-256 is not the manifest's. Remove it. {REPEAT}"
         )
     with suppress(WriteFailed):  # a store that may only be read: every process verifies it
-        write_text(stamp_of(path), text)
+        write_text(stamp, text)

@@ -46,7 +46,7 @@ class Growing(StoreReader):
                 read.result()
         self._begun.clear()
         self._index({self.folder: shards})
-        for path in self._open.keys() - {path for path, _ in self._shards}:
+        for path in self._open.keys() - {path for path, *_ in self._shards}:
             del self._open[path]  # would keep its bytes on the disk
 
 

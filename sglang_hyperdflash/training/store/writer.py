@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.jsonl import ResumableWriter
 from sglang_hyperdflash.tools.ownership import InUse, claim
@@ -31,8 +30,6 @@ from sglang_hyperdflash.training.store.manifest import (
     manifests,
     settings_of,
     shard_files,
-    stamp,
-    stamp_of,
 )
 from sglang_hyperdflash.training.store.retention import surplus
 from sglang_hyperdflash.training.store.shard import FP8, SCALE, is_finite, to_fp8, write_shard
@@ -139,7 +136,6 @@ class StoreWriter:
                 tensors[name] = rows
         path = self.folder / SHARDS / file
         digest = write_shard(path, tensors)
-        write_text(stamp_of(path), stamp(path, digest))  # no reader needs to hash it
         found = path.stat()
         shard = Shard(
             file=file,

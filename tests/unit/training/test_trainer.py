@@ -417,6 +417,7 @@ def _dynamo():
 @pytest.mark.usefixtures("_dynamo")
 def test_compiled_layers_train_as_others(target, cache, tmp_path):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     plain, compiled = (
         new_trainer(target, cache, tmp_path / str(on), random_drafter(target).train(), compile=on)
         for on in (False, True)

@@ -303,7 +303,7 @@ class StoreMachine(RuleBasedStateMachine):
         stream = self.stream
         stream.refresh(ProcessGroup())
         shards = {s.file: s for written in self.shards.values() for s in written.values()}
-        listed = [path.name for path, _ in stream._shards]
+        listed = [path.name for path, *_ in stream._shards]
         assert set(listed) <= shards.keys() - self.gone
         known = {file: s for file, s in shards.items() if s.kept and max(s.kept) < 6}
         sure = [file for file in known if file not in self.corrupt | self.gone]

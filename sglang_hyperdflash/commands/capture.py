@@ -135,9 +135,12 @@ def _capture(
     missing = writer.missing(ranges)
     shards = "1 shard" if len(ranges) == 1 else f"{len(ranges)} shards"
     print(f"{shards}, {len(ranges) - len(missing)} already in {args.out}")
+    if args.begin:
+        return len(samples)
     if missing:
         missing = {each: size_of[each] for each in missing}
-        check_space(args.out, min(sum(missing.values()), budget or math.inf))
+        room = max(budget // parts - writer.size, 0) if budget else math.inf
+        check_space(args.out, min(sum(missing.values()), room))
         # Local: rows that are read and removed within seconds need not reach a shared disk.
         with TemporaryDirectory(prefix="hyperdflash-", ignore_cleanup_errors=True) as scratch:
             _with_server(arguments, Path(scratch), args, loaded, samples, missing, writer)

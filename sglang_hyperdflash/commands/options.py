@@ -204,6 +204,8 @@ def capture(commands) -> None:
     text = "GiB that the store holds at most, all shares together: `train` reads it meanwhile, and "
     text += "each side waits for the other (default: all of the states)"
     add("--budget", type=number(float, "above 0", lambda n: n > 0), metavar="GIB", help=text)
+    text = "make the store and say what it will hold, so that `train` can start, without an engine"
+    add("--begin", action="store_true", help=text)
     add("--shard-mib", type=COUNT, default=1024, help="largest size of a shard, MiB")
     add("--concurrency", type=COUNT, default=16, help="conversations in flight")
     add_engine_options(parser)

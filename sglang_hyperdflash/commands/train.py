@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import resource
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -29,12 +30,13 @@ from sglang_hyperdflash.tools.ownership import MANIFEST, check, claim, keep_apar
 from sglang_hyperdflash.training.cached import cached
 from sglang_hyperdflash.training.checkpoints import saved_states
 from sglang_hyperdflash.training.conversations import Loaded, load_samples
+from sglang_hyperdflash.training.deal import check_batch
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.model_card import CARD, model_card
 from sglang_hyperdflash.training.monitor import Monitor, check_reporters
 from sglang_hyperdflash.training.process_group import ProcessGroup
-from sglang_hyperdflash.training.recipe import Schedule, read_schedule
+from sglang_hyperdflash.training.recipe import Schedule, Stage, read_schedule
 from sglang_hyperdflash.training.replay import Replay, check_whole_blocks
 from sglang_hyperdflash.training.rows import LeftOut
 from sglang_hyperdflash.training.samples import OnlineFeatures, Source
@@ -44,6 +46,7 @@ from sglang_hyperdflash.training.store.stream import WindowReader
 from sglang_hyperdflash.training.streamed import POLL, StreamTrainer
 from sglang_hyperdflash.training.trainer import Trainer, best_weights
 
+OPEN_FILES = 1 << 14  # two for every open shard
 KIND, OUT = "hyperdflash train", "hyperdflash train (out)"
 PORTABLE = "PortableDeepSeekV4ForCausalLM"
 
@@ -89,8 +92,10 @@ def hold(schedule: Schedule, work: Path, claims: ExitStack) -> None:
     if schedule.features == "captured":
         for store in {store for stage in schedule.stage for store in stage.data}:
             if budgeted(Path(store)):  # what one run has used is gone
-                reader = claim(Path(store) / "reader", KIND, {"work": location(work)}, is_file=True)
-                claims.enter_context(reader)
+                reader = Path(store) / "reader"
+                run = claim(reader, KIND, {"work": location(work)}, is_file=True)
+                claims.enter_context(run)
+                write_text(reader, location(work))  # without content it would be anyone's
     resumed_id = check(work, KIND, settings) or "a new one"
     check(schedule.out, OUT, {"work": location(work), "run": resumed_id})
     run_id = claims.enter_context(claim(work, KIND, settings))
@@ -151,6 +156,7 @@ def train(
         loaded = load_all(schedule, left_out)
         world.on_main(lambda: left_out.report(work / "left_out.jsonl"))
     target.to(device)
+    config = drafter.config
 
     def say(line: str) -> None:
         if world.is_main:
@@ -158,11 +164,11 @@ def train(
 
     def source(files: tuple[str, ...], title: str) -> Source:
         if schedule.features == "captured":
-            store = open_store(files, drafter.config.window)
-            check_store(store, drafter.config, target.final.norm)
+            store = open_store(files, config.window)
+            check_store(store, config, target.final.norm)
             return store
         say(f"{title}: {loaded[files]}")
-        samples, layer_ids = loaded[files].samples, drafter.config.captured_layers
+        samples, layer_ids = loaded[files].samples, config.captured_layers
         if schedule.features == "online":
             return OnlineFeatures(target, samples, layer_ids)
         return cached(states or work / "states", target, samples, layer_ids, world)
@@ -178,10 +184,19 @@ def train(
             measured = replay.evaluate(answers, sampled=sampled, world=world)
             say(f"{kind}: {json.dumps(measured)}")
         return
-    best, last, recipes = schedule.draft, "", []
-    for number, stage in enumerate(schedule.stage, 1):
+    sources: dict[tuple[str, ...], Source] = {}
+    for stage in schedule.stage:  # a fault of the last one shows at once
+        check_batch(stage.batch, world.size)
+        if schedule.features == "captured" and stage.data not in sources:
+            sources[stage.data] = source(stage.data, "captured")
+    check_streams(schedule, sources)
+    best, last, recipes, raw = schedule.draft, "", [], drafter.raw
+    del drafter  # 4 GB of host memory
+
+    def run_stage(number: int, stage: Stage) -> tuple[dict[str, Any], str]:
+        """Run one stage; return its best record and line. What it held is freed before the next."""
         title, folder = f"stage {number}", work / f"stage-{number}"
-        features = source(stage.data, title)
+        features = sources.get(stage.data) or source(stage.data, title)
         drafter = Drafter.load(best).to(device)
         if number > 1:
             world.on_main(partial(continue_from, drafter, work / f"stage-{number - 1}"))
@@ -194,13 +209,29 @@ def train(
             say(f"{title}: resumed at step {trainer.state['step']}")
         with Monitor(trainer, title, schedule.report_to, profile) as monitor:
             trainer.run(folder / "best", monitor)
-        best, last = folder / "best", best_line(trainer)
-        if number < len(schedule.stage):
-            say(f"{title}: {last}")
+        return trainer.best, best_line(trainer)
+
+    for number, stage in enumerate(schedule.stage, 1):
+        if last:
+            say(f"stage {number - 1}: {last}")
+        record, last = run_stage(number, stage)
+        best = work / f"stage-{number}" / "best"
     if world.is_main:
-        card = model_card(drafter.raw, schedule.target, schedule, recipes, trainer.best)
-        publish(best, schedule.out, card)
+        publish(best, schedule.out, model_card(raw, schedule.target, schedule, recipes, record))
         print(f"{last} ({schedule.out})")
+
+
+def check_streams(schedule: Schedule, sources: Mapping[tuple[str, ...], Source]) -> None:
+    """Raise ``HyperDFlashConfigError`` for a store with a budget that stages cannot use up."""
+    for data in (data for data, source in sources.items() if isinstance(source, WindowReader)):
+        stages = [stage for stage in schedule.stage if stage.data == data]
+        if len(stages) > 1 or stages[0].minutes is not None:
+            raise HyperDFlashConfigError(
+                f"{data[0]} was captured with --budget: expected one stage on it, whose length is "
+                f"in epochs or steps; found {len(stages)}"
+                f"{'' if stages[0].minutes is None else ' in minutes'}. Capture into a store for "
+                "each stage."
+            )
 
 
 def wait_for_captures(schedule: Schedule, world: ProcessGroup) -> None:
@@ -253,7 +284,8 @@ def continue_from(drafter: Drafter, stage: Path) -> None:
 
     Only the main process does this: the trainer gives its weights to all processes.
     """
-    drafter.load_state_dict(best_weights(stage))
+    if (weights := best_weights(stage)) is not None:
+        drafter.load_state_dict(weights)
 
 
 def check_next_stage(trainer: Trainer, work: Path, number: int) -> None:
@@ -323,6 +355,8 @@ def processes(args: argparse.Namespace) -> Iterator[tuple[ProcessGroup, torch.de
         )
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     world = ProcessGroup(device.type)
     if device.type == "cuda":

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from subprocess import DEVNULL, PIPE, Popen
@@ -22,6 +23,7 @@ read -r group || exit 0
 read -r _
 kill -s KILL -- "-$group" 2>/dev/null"""
 ENDING = (signal.SIGTERM, signal.SIGHUP)
+REPEAT_SECONDS = 5.0
 
 
 class GroupGuard:
@@ -99,13 +101,18 @@ def signals_deferred() -> Iterator[None]:
 def sigterm_noted(note: Callable[[], None]) -> Iterator[None]:
     """Call ``note`` at the first SIGTERM, for work that chooses where it ends.
 
-    The second SIGTERM is handled as before the block.
+    One that comes ``REPEAT_SECONDS`` later is handled as before the block: a launcher repeats what
+    a scheduler has sent to all processes.
     """
-    handler = _replaceable(signal.SIGTERM).get(signal.SIGTERM)
+    handler, first = _replaceable(signal.SIGTERM).get(signal.SIGTERM), []
 
     def note_first(number: int, _frame: FrameType | None) -> None:
-        signal.signal(number, handler)
-        note()
+        if not first:
+            first.append(time.monotonic())
+            note()
+        elif time.monotonic() - first[0] > REPEAT_SECONDS:
+            signal.signal(number, handler)
+            os.kill(os.getpid(), number)
 
     if handler is not None:
         signal.signal(signal.SIGTERM, note_first)

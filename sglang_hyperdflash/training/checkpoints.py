@@ -26,13 +26,12 @@ from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.process_group import ProcessGroup
 
 FACTS = "facts"
-PARTIAL = ".partial"
+PARTIAL, REPLACED = ".partial", ".replaced"
 
 
 def saved_states(folder: Path) -> list[Path]:
     """The whole checkpoints ``state-STEP`` of a stage's folder, the last step's last."""
-    whole = (path for path in folder.glob("state-*") if path.suffix != PARTIAL)
-    return sorted(whole, key=step_of)
+    return sorted((path for path in folder.glob("state-*") if not path.suffix), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -117,6 +116,11 @@ class Checkpoints:
         if world.is_main:
             for left_over in folder.glob(f"state-*{PARTIAL}"):
                 shutil.rmtree(left_over)
+            for old in folder.glob(f"state-*{REPLACED}"):
+                whole = old.with_suffix("")
+                shutil.rmtree(old) if whole.is_dir() else old.rename(whole)
+        # Of the last one: file systems of other nodes may show names late.
+        self.step = max(map(step_of, saved_states(folder)), default=None)
 
     @property
     def saved(self) -> list[Path]:
@@ -129,22 +133,23 @@ class Checkpoints:
         tensors: Mapping[str, torch.Tensor],
         facts: Mapping[str, Any],
         best: int,
-        then: Callable[[], None] = lambda: None,
+        then: Callable[[], None] | None = None,
     ) -> None:
         """Copy the state to the host, and begin to write it. Every process calls this.
 
         Args:
             tensors: the same on all processes. facts: JSON.
             best: the step of a checkpoint that is kept, too; 0 for none.
-            then: what the main process does before the checkpoint gets its name, in another thread.
+            then: what the main process does before the checkpoint gets its name, in another thread;
+                without it, a checkpoint of that step stays if it is there.
 
         Raises:
             As :meth:`wait`, of the checkpoint before.
         """
         self.wait()
-        path = self.folder / f"state-{step}"
-        if path.exists():  # asked to stop right after a checkpoint
+        if step == self.step and then is None:
             return
+        self.step, path = step, self.folder / f"state-{step}"
         names = sorted(tensors)[self.world.rank :: self.world.size]
         share: dict[str, Any] = {name: tensors[name] for name in names}
         if self.world.is_main:
@@ -164,14 +169,19 @@ class Checkpoints:
             )
 
     def _finish(
-        self, written: Future, path: Path, partial: Path, best: int, then: Callable[[], None]
+        self, written: Future, path: Path, partial: Path, best: int, then: Callable | None
     ) -> None:
         try:
             written.result()
         except CheckpointException:
             return  # which every process raises
-        then()
+        if then is not None:
+            then()
+        old = path.with_suffix(REPLACED)
+        if path.is_dir():  # without a record, which this one has
+            path.rename(old)
         partial.replace(path)
+        shutil.rmtree(old, ignore_errors=True)
         for old in self.saved[: -self.keep]:
             if not best or step_of(old) != best:
                 shutil.rmtree(old)

@@ -174,10 +174,17 @@ class Stage(_Fields):
     epochs: Annotated[Positive | None, Field(description="length in passes over the data")] = None
 
     def resolve(self, counts: Sequence[int], objective: Objective) -> Recipe:
-        """The recipe for so many samples of each of ``data``."""
+        """The recipe for so many samples of each of ``data``.
+
+        Raises:
+            HyperDFlashConfigError: a pass takes none of them.
+        """
+        if not (samples := passed(counts, self.weights)):
+            raise HyperDFlashConfigError(
+                f"a pass over {', '.join(self.data)} takes no sample: raise its weights."
+            )
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Fields)}
         if self.epochs is not None:
-            samples = passed(counts, self.weights)
             values["steps"] = max(1, math.ceil(self.epochs * samples / self.batch))
         return Recipe(**values, objective=objective)
 

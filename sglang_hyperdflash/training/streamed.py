@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.training.checkpoints import read_state
 from sglang_hyperdflash.training.learner import POLL
 from sglang_hyperdflash.training.samples import Passes
 from sglang_hyperdflash.training.store.manifest import USED
@@ -26,7 +27,7 @@ class StreamTrainer(Trainer):
     a window needed is given up only when a checkpoint after it is whole.
 
     Raises:
-        HyperDFlashConfigError: the stage's length is given in minutes.
+        HyperDFlashConfigError: the stage has another length than before.
     """
 
     train: WindowReader
@@ -35,12 +36,13 @@ class StreamTrainer(Trainer):
         self._shown: list[int] | None = None
         self._say = say
         super().__init__(*given, **named)
-        if self.recipe.steps is None:
-            raise HyperDFlashConfigError(
-                f"{self.train.folder} was captured with --budget: expected epochs or steps of its "
-                "stage, found minutes, in which nobody knows how long a sample is needed."
-            )
         self.state.setdefault("window", [0, 0])
+        if self.state.setdefault("steps", self.recipe.steps) != self.recipe.steps:
+            raise HyperDFlashConfigError(
+                f"{self.folder}: expected {self.state['steps']} steps, with which it began, found "
+                f"{self.recipe.steps}: samples that a store with a budget has given up cannot be "
+                "used more often."
+            )
 
     def _step_at(self, position: int) -> int:
         """The step before which all passes over the samples before a position are done."""
@@ -54,6 +56,9 @@ class StreamTrainer(Trainer):
             self._keep_late()
             self._save_state()
             self.checkpoints.wait()
+            share = self.world.rank, self.world.size
+            read_state(self.checkpoints.saved[-1], {}, share=share)  # is it whole?
+            self._agreed()  # everyone's share is
             used = {self.train.data.digest: end}
             self.world.on_main(lambda: write_json(self.train.folder / USED, used))
             start = end

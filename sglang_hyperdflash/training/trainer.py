@@ -41,6 +41,7 @@ from sglang_hyperdflash.training.vocabulary import bf16_products
 LOG = "training_log.jsonl"
 # Steps whose states are read while one computes.
 AHEAD = 2
+NO_BEST: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}
 
 
 class Step(nn.Module):
@@ -142,7 +143,7 @@ class Trainer:
         self._display: Callable[[Trainer, dict[str, Any]], None] | None = None
         self.asked_to_stop = self.stopping = False  # this process, all of them
         # The best one's record; the checkpoint of its step is kept.
-        self.best: dict[str, Any] = {"step": 0, "tau": 0.0, "score": 0.0}
+        self.best = NO_BEST
         self.passes = Passes(train.counts, recipe.batch, recipe.seed, recipe.weights)
         self.horizon = sys.maxsize  # the step before which all samples are there
         self.factors = moved(torch.tensor(self.objective.factors), self.device)
@@ -176,10 +177,11 @@ class Trainer:
         shares = deal(rows, self.world.size, self.recipe.micro_batch)
         return [[[(i, indices[i]) for i in part] for part in share] for share in shares]
 
-    def _prefetch(self, step: int) -> None:
-        """Let states be read that this step and the next ones need, in their order."""
+    def _prefetch(self, step: int, part: int) -> None:
+        """Let states be read that come from a micro batch of a step on, in their order."""
         for ahead in range(step, min(step + AHEAD + 1, self.horizon)):
-            for share in self._shares(ahead)[self.world.rank]:
+            parts = self._shares(ahead)[self.world.rank]
+            for share in parts[part if ahead == step else 0 :]:
                 self.train.prefetch([i for _, i in share])
 
     def _agreed(self, *numbers: float) -> list[float]:
@@ -208,7 +210,7 @@ class Trainer:
                 self._agreed()
             if self.stopping:
                 return None
-            self._prefetch(report.step)
+            self._prefetch(report.step, number)
             last = number == len(parts) - 1
             batch = rows, self.train.states(ids).to(self.device), blocks
             report.mark("data")
@@ -258,7 +260,7 @@ class Trainer:
         report = Report(step, self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate() * group.get("factor", 1.0)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)  # they lie in DDP's buckets
         totals = self.accumulate(report)
         if totals is None:
             return None
@@ -317,27 +319,36 @@ class Trainer:
         self._display = display
         self.world.on_main(lambda: self._mend(out))
         with sigterm_noted(self._stop):
-            while True:
-                done = self.progress() >= 1.0
-                due = done or self.state["step"] % self.recipe.every == 0
-                if due or self.stopping:
-                    self._keep_late()
-                if due and self.reports and not self.stopping:
-                    record = self._record(self.reports)  # all processes replay held-out answers
-                    self.reports = []
-                    self._checkpoint(out, record)
-                    self.after_checkpoint()
-                if self.stopping:
-                    self._save_state()
-                if done or self.stopping:
-                    break
-                self.before_step()
-                report = None if self.stopping else self.step()
-                self._keep_late()
-                self._late = report
+            try:
+                self._run(out)
+            except FloatingPointError:  # which all processes raise
+                self.checkpoints.wait()
+                raise
             self.checkpoints.wait()
         if self.stopping:
             raise SystemExit(128 + signal.SIGTERM)
+
+    def _run(self, out: Path) -> None:
+        while True:
+            done = self.progress() >= 1.0
+            due = done or self.state["step"] % self.recipe.every == 0
+            if due or self.stopping:
+                self._keep_late()
+            if due and self.reports and not self.stopping:
+                record = self._record(self.reports)  # all processes replay held-out answers
+                self.reports = []
+                self._checkpoint(out, record)
+                self.after_checkpoint()
+            if done:
+                self._agreed()
+            elif self.stopping:
+                self._save_state()
+            if done or self.stopping:
+                return
+            self.before_step()
+            report = None if self.stopping else self.step()
+            self._keep_late()
+            self._late = report
 
     def before_step(self) -> None:
         """What all processes do before a step; nothing, unless a subclass does something."""
@@ -400,7 +411,7 @@ class Trainer:
                 tensors[f"optimizer.{kind}.{name}"] = moment
         return tensors
 
-    def _save_state(self, then=lambda: None) -> None:
+    def _save_state(self, then: Callable[[], None] | None = None) -> None:
         facts = {"state": self.state, "records": self.records, "best": self.best}
         facts["reports"] = self.reports
         step, best = self.state["step"], self.best["step"]
@@ -408,9 +419,8 @@ class Trainer:
 
     def _mend(self, out: Path) -> None:
         """Write the best drafter again, which something else may have damaged."""
-        if (self.folder / f"state-{self.best['step']}").is_dir() and self.best["step"]:
-            served = self.drafter.served_tensors(best_weights(self.folder))
-            write_drafter(out, self.drafter.raw, served)
+        if (weights := best_weights(self.folder)) is not None:
+            write_drafter(out, self.drafter.raw, self.drafter.served_tensors(weights))
 
     def _write_log(self, records: list[dict[str, Any]]) -> None:
         """Cut the log to the state: a kill between the two neither loses nor doubles a line."""
@@ -424,6 +434,8 @@ class Trainer:
         facts, _ = read_state(paths[-1], self._tensors(), share=share)
         self.state, self.records, self.best = (facts[k] for k in ("state", "records", "best"))
         self.reports = facts["reports"]
+        if not (self.folder / f"state-{self.best['step']}").is_dir():  # it was damaged
+            self.best = NO_BEST
         if self.world.is_main:
             self._write_log(self.records)
 
@@ -463,13 +475,15 @@ def _optimizer(drafter: Drafter, recipe: Recipe) -> torch.optim.Optimizer:
     return optimizer
 
 
-def best_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The fp32 weights of a stage's best checkpoint, on the CPU.
+def best_weights(folder: Path) -> dict[str, torch.Tensor] | None:
+    """The fp32 weights of a stage's best checkpoint, on the CPU; None where it is not there.
 
     Raises:
-        HyperDFlashConfigError: it is damaged or missing.
+        HyperDFlashConfigError: it is damaged.
     """
-    facts, _ = read_state(saved_states(folder)[-1], {})
-    best = folder / f"state-{facts['best']['step']}"
+    paths = saved_states(folder)
+    step = read_state(paths[-1], {})[0]["best"]["step"] if paths else 0
+    if not step or not (best := folder / f"state-{step}").is_dir():
+        return None
     _, tensors = read_state(best, begin="drafter.")
     return {name.removeprefix("drafter."): tensor for name, tensor in tensors.items()}

@@ -86,7 +86,8 @@ class WindowReader(Growing):
         every = self._read_on()
         there = {s.start: s for each in every for s in each.shards.values()}
         chosen, end, room = [], start, self.data.budget // 2
-        while end < self.data.samples and (not chosen or room >= self.data.shard_bytes):
+        usable = False
+        while end < self.data.samples and (not usable or room >= self.data.shard_bytes):
             if end not in there:
                 if any(s.start == end for each in every for s in each.used):
                     raise HyperDFlashConfigError(
@@ -95,7 +96,13 @@ class WindowReader(Growing):
                     )
                 return None
             chosen.append(there[end])
+            usable = usable or bool(there[end].kept)
             end, room = there[end].end, room - there[end].size
+        if not usable:
+            raise HyperDFlashConfigError(
+                f"{self.folder}: no sample from {start} on has finite states. Check the target's "
+                "weights."
+            )
         return chosen
 
 

@@ -68,6 +68,7 @@ class StoreWriter:
         self.folder, self.identity, self.name, self._lines = folder, identity, name, lines
         self._own = own
         self._adding = threading.Lock()
+        self._added: set[str] = set()
 
     @cached_property
     def damaged(self) -> list[str]:
@@ -99,6 +100,7 @@ class StoreWriter:
         if self._own.data is None:
             self._lines.append({"data": vars(data)})
             self._own.data = data
+        self._sweep()
 
     def missing(self, ranges: Sequence[Range]) -> list[Range]:
         """The ranges of its data set that no writer has added, its own damaged ones included."""
@@ -149,6 +151,7 @@ class StoreWriter:
         )
         with self._adding:
             self._lines.append({"shard": vars(shard)})
+            self._added.add(file)
             self._own.add(shard)  # readers see the line now: its place is taken even if this fails:
             self._lines.flush()  # other nodes see whole lines, one after another
 
@@ -176,8 +179,12 @@ class StoreWriter:
         """
         shards = [self._own.shards[start] for start in sorted(self._own.shards)]
         self._drop(surplus(shards, budget, reservoir))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what a kill left over."""
         kept = {shard.file for shard in self._own.shards.values()}
-        for file in shard_files(self.folder) - kept:  # those that a kill left over
+        for file in shard_files(self.folder) - kept:
             if file.rpartition("-")[0] == self.name:
                 self._unlink(file)
 
@@ -192,7 +199,13 @@ class StoreWriter:
                 used = json.loads((self.folder / USED).read_bytes())[self._own.data.digest]
                 shards = list(self._own.shards.values())
                 self._drop([shard for shard in shards if shard.end <= used])
-            return sum(shard.size for shard in self._own.shards.values()) + size <= budget
+            return self.size + size <= budget
+
+    @property
+    def size(self) -> int:
+        """Bytes of its shards, but for those that are to be written again."""
+        again = set(self.damaged) - self._added
+        return sum(s.size for s in self._own.shards.values() if s.file not in again)
 
     def _drop(self, shards: Sequence[Shard]) -> None:
         for shard in shards:

@@ -253,7 +253,7 @@ def test_a_second_run_with_other_settings(folder, refused, monkeypatch, case, fi
         writer.begin(Data("digest", 1, 1))
         return 1
 
-    def trained(schedule, work, *_) -> None:
+    def trained(schedule, work, *_, **__) -> None:
         for place in (work, schedule.out):
             (place / "state").write_text("state")
 

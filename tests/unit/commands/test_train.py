@@ -18,6 +18,7 @@ from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.checkpoints import read_state, saved_states
+from sglang_hyperdflash.training.deal import check_batch
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.model_card import model_card
@@ -285,6 +286,38 @@ def test_a_drafter_is_evaluated_without_training(tmp_path, target_dir, capsys):
     assert json.loads(said.removeprefix("count: "))["tau"] == pytest.approx(best, rel=0.05)
     files = {path: path.read_bytes() for path in (tmp_path / "work").rglob("*") if path.is_file()}
     assert files == before
+
+
+def test_a_stage_that_cannot_run_is_refused_before_the_first(tmp_path, target_dir, refused):
+    """One that the processes cannot share, or on a store with a budget that is used up by then."""
+    config = two_stages(small(tmp_path, target_dir), "batch = 2", "batch = 3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "check_batch", lambda batch, _size: check_batch(batch, 2))
+        assert "found 3" in refused(*command(config))
+    assert not list((tmp_path / "work").glob("stage-*"))
+
+
+def test_a_store_with_a_budget_is_for_one_stage_of_one_training(tmp_path, target_dir, refused):
+    identity = capture.identity_of(TargetFiles(str(target_dir)), "float32")
+    for name, window in (("states", None), ("short", 16)):
+        with open_writer(tmp_path / name, identity, "one", "hyperdflash capture", {}) as writer:
+            data = Data(data_digest(SAMPLES), len(SAMPLES), 2**20, 2**30, window)
+            writer.begin(data)
+            writer.add(0, SAMPLES, [(torch.randn(len(s.tokens), 1024),) for s in SAMPLES])
+    line = new_draft(tmp_path, target_dir)
+    wrong = {
+        "stage.0.minutes=1": "--budget",
+        'stage.0.data=["states", "states"]': "--budget",
+        'stage.0.data=["short"]': "--window 16",
+    }
+    for change, named in wrong.items():
+        work = ["--work", str(tmp_path / f"work-{len(change)}")]
+        assert named in refused(*line[:3], *work, "--set", change)
+        for store in ("states", "short"):
+            (tmp_path / store / "reader").unlink(missing_ok=True)
+    assert main(line) == 0
+    again = refused(*line[:3], "--work", str(tmp_path / "again"), "--set", "out=again_out")
+    assert "other settings" in again
 
 
 def test_a_profile_of_some_steps(tmp_path, target_dir):

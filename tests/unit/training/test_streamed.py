@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,9 +78,11 @@ class Capture:
         self.thread.join()
 
 
-def new_trainer(target, store: Path, folder: Path, say=lambda _line: None) -> StreamTrainer:
-    reader = WindowReader(store, budgeted(store), None)
-    given = streams.new_drafter(target), target, reader, {}, RECIPE, folder, ProcessGroup()
+def new_trainer(
+    target, store: Path, folder: Path, say=lambda _line: None, **changes
+) -> StreamTrainer:
+    reader, recipe = WindowReader(store, budgeted(store), None), replace(RECIPE, **changes)
+    given = streams.new_drafter(target), target, reader, {}, recipe, folder, ProcessGroup()
     return StreamTrainer(*given, say=say)
 
 
@@ -149,6 +152,48 @@ def test_engines_and_trainer_that_are_killed_change_nothing(target, content, und
             assert trainer.state["step"] > 7
             trainer.run(tmp_path / "best")
     assert torch.equal(weights(trainer), weights(undisturbed[0]))
+
+
+def test_a_full_store_has_room_for_a_damaged_shard(target, content, tmp_path):
+    """A training waits for it, and so gives up nothing."""
+    store = tmp_path / "store"
+    with Capture(store, target, content, shards=8):
+        until(lambda: len(list((store / "shards").glob("*.safetensors"))) == 8)
+    first = min((store / "shards").iterdir())
+    first.unlink()
+    with Capture(store, target, content) as engine:
+        until(first.is_file)
+        assert engine.thread.is_alive()  # it waits again
+
+
+def test_what_a_kill_left_over_is_removed(target, content, tmp_path):
+    store = tmp_path / "store"
+    with Capture(store, target, content, shards=2):
+        until(lambda: len(list((store / "shards").glob("*.safetensors"))) == 2)
+    left_over = store / "shards" / "share-1-00000090.safetensors"
+    left_over.write_bytes(b"x")
+    with Capture(store, target, content, shards=1) as engine:
+        engine.thread.join()
+    assert not left_over.exists()
+
+
+def test_its_length_is_kept(target, content, tmp_path):
+    """Samples that were given up cannot be used more often."""
+    with Capture(tmp_path / "store", target, content):
+        trainer = new_trainer(target, tmp_path / "store", tmp_path / "work")
+        trainer._save_state()
+        trainer.checkpoints.wait()
+        with pytest.raises(HyperDFlashConfigError, match=f"expected {RECIPE.steps} steps"):
+            new_trainer(target, tmp_path / "store", tmp_path / "work", steps=RECIPE.steps + 1)
+
+
+def test_samples_without_finite_states_end_it_in_one_line(target, content, tmp_path):
+    bad = [(sample, rows * float("nan")) for sample, rows in content]
+    with Capture(tmp_path / "store", target, bad):
+        trainer = new_trainer(target, tmp_path / "store", tmp_path / "work")
+        until(lambda: len(list((tmp_path / "store" / "shards").glob("*.safetensors"))) == 24)
+        with pytest.raises(HyperDFlashConfigError, match="finite"):
+            trainer.run(tmp_path / "best")
 
 
 def test_what_was_used_cannot_be_trained_on_again(target, undisturbed, tmp_path):

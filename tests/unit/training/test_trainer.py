@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,13 +20,13 @@ import torch
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training import process_group
 from sglang_hyperdflash.training.anchors import sample_anchors
-from sglang_hyperdflash.training.checkpoints import saved_states
+from sglang_hyperdflash.training.checkpoints import read_state, saved_states, step_of
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.samples import FeatureCache, Passes, collate, generator_seed
-from sglang_hyperdflash.training.trainer import Trainer
+from sglang_hyperdflash.training.trainer import Trainer, best_weights
 from tests.unit.commands.builders import SAMPLE, small, write_rows
 from tests.unit.training.conftest import answers
 from tests.unit.training.streams import new_drafter, random_drafter
@@ -207,6 +208,27 @@ def test_the_next_steps_are_read_while_one_computes(target, cache, tmp_path):
         trainer.step()
 
 
+def test_every_state_is_read_ahead_once(target, cache, tmp_path):
+    """Also of a step with several micro batches: what was taken is not read again."""
+    begun, taken = Counter(), Counter()
+    given = {"samples": cache.samples, "lengths": cache.lengths, "answers": cache.answers}
+
+    def prefetch(indices):
+        begun[tuple(indices)] = 1
+
+    def states(indices):
+        assert begun.pop(tuple(indices), 0) == 1
+        taken[tuple(indices)] += 1
+        return cache.states(indices)
+
+    trainer = new_trainer(target, cache, tmp_path, batch=4, micro_batch=1, steps=30)
+    trainer.train = SimpleNamespace(prefetch=prefetch, states=states, **given)
+    for _ in range(10):
+        trainer.step()
+        assert len(begun) <= 2 * 4  # of the two steps ahead
+    assert taken.total() == 40
+
+
 def test_the_loss_follows_from_the_drafter(target):
     with_head, without = (new_drafter(target, dependency_rank=r).config for r in (10, None))
     assert Objective().resolved(with_head).factors == pytest.approx((0.1, 0.9, 0.3))
@@ -332,6 +354,55 @@ def test_sigterm_ends_a_step_between_its_micro_batches(target, cache, whole, tmp
     resumed = train(target, cache, tmp_path)
     states = [dict(each.drafter.state_dict()) for each in (whole[0], resumed)]
     torch.testing.assert_close(*states)
+
+
+def test_a_record_replaces_a_state_of_its_step_that_was_saved_without_one(target, cache, tmp_path):
+    """As where SIGTERM came in the step before a checkpoint."""
+    first = new_trainer(target, cache, tmp_path, steps=9, every=9)
+
+    def terminate(trainer, report):
+        if report["step"] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        first.run(tmp_path / "best", terminate)
+    (saved,) = saved_states(tmp_path)
+    resumed = new_trainer(target, cache, tmp_path, steps=9, every=step_of(saved))
+    resumed.run(tmp_path / "best")
+    log = lines_without_times(tmp_path)
+    assert [line["step"] for line in log] == [step_of(saved), 9]
+    facts, _ = read_state(saved_states(tmp_path)[-1], {})
+    assert [record["step"] for record in facts["records"]] == [step_of(saved), 9]
+    assert not list(tmp_path.glob("*.replaced")) and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_kill_while_a_state_is_replaced_leaves_one(target, cache, tmp_path):
+    new_trainer(target, cache, tmp_path, steps=1, every=1).run(tmp_path / "best")
+    (tmp_path / "state-1").rename(tmp_path / "state-1.replaced")
+    assert new_trainer(target, cache, tmp_path).state["step"] == 1
+    assert [path.name for path in saved_states(tmp_path)] == ["state-1"]
+
+
+def test_a_best_checkpoint_that_is_gone_is_no_longer_the_best(target, cache, tmp_path):
+    given = {"held_out": {"held": cache}, "steps": 4, "every": 1, "keep": 1}
+    trainer = new_trainer(target, cache, tmp_path, random_drafter(target).train(), **given)
+    trainer.run(tmp_path / "best")
+    best = tmp_path / f"state-{trainer.best['step']}"
+    assert best.is_dir() and len(saved_states(tmp_path)) <= 2
+    shutil.rmtree(best)
+    if saved_states(tmp_path):
+        resumed = new_trainer(target, cache, tmp_path, random_drafter(target), **given)
+        assert resumed.best["step"] == 0 and best_weights(tmp_path) is None
+        resumed.run(tmp_path / "best")
+
+
+def test_sigterm_in_the_last_evaluation_of_a_stage_ends_the_command(target, cache, tmp_path):
+    trainer = new_trainer(target, cache, tmp_path, steps=1, every=1)
+    trainer.after_checkpoint = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        trainer.run(tmp_path / "best")
+    assert ended.value.code == 143
+    assert [path.name for path in saved_states(tmp_path)] == ["state-1"]
 
 
 def test_sigterm_of_another_process_stops_this_one(target, cache, tmp_path):

@@ -24,7 +24,7 @@ quick: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(FAST) and not heavy" -n 2 --dist loadfile tests/unit tests/launches
 
 demo: setup
-	$(BIN)/hyperdflash demo
+	$(BIN)/python -m eval.demo
 
 # Two groups of tests at a time, by the servers they share (tests/engine/conftest.py orders them).
 # A test that takes an hour hangs; none is judged by how long it takes.

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from docs.reference import sglang_uses
+from eval import demo
 from eval.options import parser as eval_parser
 from sglang_hyperdflash.cli import build_parser
 from sglang_hyperdflash.serving.startup.checks import UNSUPPORTED
@@ -74,15 +75,15 @@ def option(action: argparse.Action) -> tuple[str, str, str]:
 
 
 def command_line() -> str:
-    sections = []
+    sections, parsers = [], []
     for parser in (build_parser(), eval_parser()):
         (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-        for action in commands._choices_actions:
-            command = commands.choices[action.dest]
-            options = [a for a in command._actions if not isinstance(a, argparse._HelpAction)]
-            about = " ".join((command.description or action.help).replace("``", "`").split())
-            rows = table(("option", "default", "meaning"), map(option, options))
-            sections.append(f"## {command.prog}\n\n{about}\n\n{rows}")
+        parsers += commands.choices.values()
+    for command in (*parsers, demo.parser()):
+        options = [a for a in command._actions if not isinstance(a, argparse._HelpAction)]
+        about = " ".join(command.description.replace("``", "`").split())
+        rows = table(("option", "default", "meaning"), map(option, options))
+        sections.append(f"## {command.prog}\n\n{about}\n\n{rows}")
     return page("Command line", *sections)
 
 

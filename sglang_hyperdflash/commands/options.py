@@ -16,7 +16,6 @@ from sglang_hyperdflash.training.rows import SOURCES, STRICT
 # In the order of use; each has a function here and a module in this folder.
 COMMANDS = {
     "check": "check whether this installation can serve",
-    "demo": "serve a tiny DeepSeek-V4: its speedup, and every token compared with SGLang's own",
     "init": "make a new drafter for a target",
     "regenerate": "answer a data set's prompts with the target, for training",
     "capture": "write the target's states of a data set, through SGLang",
@@ -43,17 +42,6 @@ def check(commands) -> None:
     add("--gpu", action="store_true", help=text)
     add("--all", action="store_true", help="--gpu: FlashInfer's attention, too")
     add("--json", type=Path, metavar="FILE", help="--gpu: write the report there")
-
-
-def demo(commands) -> None:
-    """Add ``demo`` and its options."""
-    text = "Compare HYPERDFLASH with the baseline on the tiny DeepSeek-V4, which a clone includes."
-    add = commands.add_parser("demo", description=text).add_argument
-    add("--out", type=Path, default=Path("build/demo.json"), help="report")
-    text = "your own prompt instead of the example's; may be repeated"
-    add("--prompt", action="append", metavar="TEXT", help=text)
-    add("--rounds", type=COUNT, default=3, help="answers to each prompt")
-    add("--max-new-tokens", type=COUNT, default=128, help="tokens of an answer")
 
 
 def size(text: str) -> int:

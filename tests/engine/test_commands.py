@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from eval import demo
 from eval.client import Sampling, converse_all, messages_before
 from eval.identity import Difference, data_type, logit_gap
 from eval.methods import Method
@@ -47,7 +48,7 @@ class Kept(Server):
 def test_the_whole_demo(tmp_path, capsys):
     """The drafts of the page are those that the server verified, and random weights draft none."""
     out = tmp_path / "demo.json"
-    assert main(["demo", "--rounds", "1", "--out", str(out)]) == 0
+    assert demo.main(["--rounds", "1", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     assert (report["outputs_identical"], report["provenance"]["dtype"]) == (True, "float32")
     assert len({p["kind"] for p in report["prompts"]}) == len(report["prompts"]) == 13

@@ -41,10 +41,9 @@ def layer(module: str) -> str:
     return next(name for n in (3, 2, 1) if (name := ".".join(parts[:n])) in LEVEL)
 
 
-def imports(path: Path, lazy: bool = True) -> Iterator[str]:
-    """The modules of ours that a file imports, anywhere or (not ``lazy``) at its top level."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree) if lazy else tree.body:
+def imports(path: Path) -> Iterator[str]:
+    """The modules of ours that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
@@ -68,10 +67,8 @@ def test_no_import_climbs_and_none_is_in_a_circle():
     TopologicalSorter(arrows).prepare()  # raises CycleError
 
 
-def test_only_the_demo_imports_eval_and_only_when_it_runs():
-    """``eval`` is not installed: every other command works without it."""
+def test_only_eval_imports_eval():
+    """``eval`` is not installed: every command works without it."""
     for module, path in MODULES.items():
         if layer(module) != "eval":
-            lazy = any(layer(other) == "eval" for other in imports(path))
-            assert not lazy or module == f"{PRODUCT}.commands.demo"
-            assert not any(layer(other) == "eval" for other in imports(path, lazy=False))
+            assert not any(layer(other) == "eval" for other in imports(path)), module

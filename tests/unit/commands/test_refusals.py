@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import capture, demo, generate, init, learn, regenerate, train
+from sglang_hyperdflash.commands import capture, generate, init, learn, regenerate, train
 from sglang_hyperdflash.commands.answers import Answers
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import claim
@@ -32,7 +32,6 @@ COMMANDS = {
     "train": "--config train.toml --work work",
     "learn": "--target target --draft draft --store store --publish published --work work",
     "plan": "--draft draft",
-    "demo": "--out demo.json",
 }
 INDEX, KV = "v4/model.safetensors.index.json", "plan --target v4 --gpu-gib 80"
 FULL_KV = f"{KV} --weights-gib 1"
@@ -51,7 +50,6 @@ capture: --out *mine* | *--out target/states* | --data *none* | --dtype *int8*
 capture: *--share* 3/2 | *--max-length* 0 | *--writer* node/1 | *--writer* .hidden
 train: --config *none.toml* | --work *mine* | *--work target/work*
 learn: *--publish draft*
-demo: *--out mine*
 {KV}: *--weights-gib* 90 | *--tp* 0 | *--gpu-gib* nan | *--mem-fraction-static* 85
 plan --draft {SAMPLE}/drafter --training {RECIPE}: *--conversations* 1 2 3 | *--answer-tokens* 2000
 {FULL_KV}: --target *target*"""
@@ -100,7 +98,6 @@ CASES = [
     (KV, {INDEX: '{"metadata": {"total_size": "9"}}'}, "--weights-gib"),
     (FULL_KV, {"v4/config.json": ('"head_dim"', '"other"')}, "head_dim"),
     (FULL_KV, {"v4/config.json": ('"compress_ratios"', '"other"')}, "compress_ratios"),
-    ("demo", {"demo.json": "notes"}, "demo.json"),
     *((name, NO_TOKENIZER, "tokenizer") for name in ("regenerate", "generate", "capture", "train")),
     # Another model or dtype among the engine's arguments would give another one's answers.
     *((f"generate {ENGINE % (name, 0)}", {}, f"{name}. ") for name in generate.RESERVED_ARGUMENTS),
@@ -156,7 +153,7 @@ def folder(tmp_path, prepared, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     began = mock.Mock(side_effect=AssertionError("work began"))
     for module, name in (
-        *((demo, "Server"), (generate, "start_server"), (capture, "start_server")),
+        *((generate, "start_server"), (capture, "start_server")),
         *((train, "Trainer"), (learn, "wait_for_store"), (init.Drafter, "save")),
     ):
         monkeypatch.setattr(module, name, began)
@@ -191,7 +188,6 @@ def test_tensorboard_that_is_not_there(folder, refused, monkeypatch):
     [
         *(("init", "new"), ("regenerate", "out.jsonl"), ("generate", "out.jsonl")),
         *(("train", "work"), ("train", "out"), ("learn", "work"), ("learn", "published")),
-        ("demo", "demo-logs"),
     ],
 )
 def test_a_second_run_is_refused(folder, refused, case, place):

@@ -1,39 +1,63 @@
-"""``hyperdflash demo`` without servers: where it starts, and its summary."""
+"""``python -m eval.demo`` without servers: what it refuses, and its summary."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from sglang_hyperdflash.cli import main
-from sglang_hyperdflash.commands import demo
-from sglang_hyperdflash.commands.demo_page import CONTROL, DRAFTED, print_rounds
+from eval import demo
+from eval.demo import main
+from eval.demo_page import CONTROL, DRAFTED, print_rounds
 from sglang_hyperdflash.draft.algorithm import decode
 from sglang_hyperdflash.targets.files import load_tokenizer
+from sglang_hyperdflash.tools.ownership import lock
 from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.conftest import EXAMPLE, ROOT
 from tests.engine.reference_decoder import block_draft
 from tests.unit.eval.fake_server import FakeServer
+from tests.waiting import PATIENCE
 
 
-def test_it_runs_only_in_a_checkout(tmp_path, monkeypatch, refused):
-    monkeypatch.setattr(demo, "ROOT", tmp_path)
-    assert str(tmp_path / "examples") in refused("demo", "--out", tmp_path / "demo.json")
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs the demo, which ends with exit code 2, one line on standard error and no new file."""
+    monkeypatch.setattr(demo, "Server", Mock(side_effect=AssertionError("work began")))
+
+    def run(out: Path) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert main(["--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("python -m eval.demo: ") and said.count("\n") == 1, said
+        assert sorted(tmp_path.rglob("*")) == before
+        return said
+
+    return run
+
+
+def test_what_is_no_report_is_not_overwritten(tmp_path, refused):
+    notes = tmp_path / "notes.json"
+    notes.write_text("mine")
+    assert str(notes) in refused(notes) and notes.read_text() == "mine"
+    assert str(tmp_path) in refused(tmp_path)
+
+
+def test_a_second_demo_is_refused(tmp_path, refused):
+    with lock(logs := tmp_path / "demo-logs", demo.KIND):
+        said = refused(tmp_path / "demo.json")
+    assert str(logs) in said and f"in use by process {os.getpid()}" in said
 
 
 @pytest.mark.heavy
-def test_the_command_finds_eval_from_any_folder(tmp_path):
-    """As the console script starts it: neither the checkout nor ``eval`` is on the path."""
-    source = "from sglang_hyperdflash.commands import demo; demo.find_example(); import eval.client"
-    path = f"import sys; sys.path = [p for p in sys.path if p]; sys.path.append({str(ROOT)!r}); "
-    path += "import sglang_hyperdflash; sys.path.pop(); sys.modules.pop('eval', None); "
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    code = [sys.executable, "-c", path + source]
-    ended = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+def test_its_head_waits_for_neither_torch_nor_sglang():
+    code = "import sys, eval.demo; print({'torch', 'sglang', 'numpy'} & sys.modules.keys())"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
+    assert (ended.returncode, ended.stdout) == (0, "set()\n"), ended.stderr
 
 
 @pytest.fixture
@@ -86,7 +110,7 @@ def test_in_fp32_any_difference_is_a_fault_and_in_bf16_one_past_a_tie(
     fakes.dtype, fakes.gap, fakes.wrong, fakes.rounds = dtype, gap, wrong, rounds
     out = tmp_path / "demo.json"
     out.write_text(json.dumps({"outputs_identical": True}))  # of an earlier demo
-    assert main(["demo", "--out", str(out), "--rounds", "2"]) == code
+    assert main(["--out", str(out), "--rounds", "2"]) == code
     report = json.loads(out.read_text())
     assert report["provenance"]["dtype"] == dtype
     assert (report["ties"], report["faults"]) == (ties, faults)
@@ -104,7 +128,7 @@ def test_in_fp32_any_difference_is_a_fault_and_in_bf16_one_past_a_tie(
 
 
 def test_the_page_has_every_prompt_and_what_a_wrong_answer_should_be(tmp_path, fakes, capsys):
-    assert main(["demo", "--out", str(tmp_path / "demo.json"), "--rounds", "1"]) == 0
+    assert main(["--out", str(tmp_path / "demo.json"), "--rounds", "1"]) == 0
     page = capsys.readouterr().out
     for prompt in map(json.loads, (EXAMPLE / "prompts.jsonl").read_text().splitlines()):
         assert prompt["kind"] in page
@@ -115,7 +139,7 @@ def test_own_prompts_take_the_place_of_the_examples(tmp_path, fakes, capsys):
     out = tmp_path / "demo.json"
     asked = ["Who are you?", "Add 1 and 2."]
     options = [word for text in asked for word in ("--prompt", text)]
-    assert main(["demo", "--out", str(out), "--rounds", "1", *options]) == 0
+    assert main(["--out", str(out), "--rounds", "1", *options]) == 0
     report = json.loads(out.read_text())
     assert [prompt["turns"] for prompt in report["prompts"]] == [[text] for text in asked]
     assert [prompt["right"] for prompt in report["prompts"]] == [None, None]
@@ -126,14 +150,15 @@ def test_own_prompts_take_the_place_of_the_examples(tmp_path, fakes, capsys):
 @pytest.mark.parametrize("load, warned", [(0.0, False), (4321.0, True)])
 def test_a_busy_machine_is_named(tmp_path, fakes, monkeypatch, capsys, load, warned):
     monkeypatch.setattr(demo.os, "getloadavg", lambda: (load, load, load))
-    assert main(["demo", "--out", str(tmp_path / "demo.json"), "--prompt", "Hi"]) == 0
+    assert main(["--out", str(tmp_path / "demo.json"), "--prompt", "Hi"]) == 0
     assert ("4321.0" in capsys.readouterr().out) is warned
     assert json.loads((tmp_path / "demo.json").read_text())["provenance"]["load_average"] == load
 
 
-def test_no_server_outlives_an_error(tmp_path, fakes, refused):
+def test_no_server_outlives_an_error(tmp_path, fakes, capsys):
     fakes.die_after = 4
-    refused("demo", "--out", tmp_path / "demo.json")
+    assert main(["--out", str(tmp_path / "demo.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
     assert [server.stopped for server in fakes.started] == [True, True]
 
 
@@ -163,9 +188,9 @@ def test_rounds_are_those_of_the_decoder_without_an_engine():
     with Fake(1, []) as server:
         served = {"output_ids": [answer], "histogram": histogram}
         entry = {"turns": ["any"], "servers": {DRAFTED: {"answers": [served]}}}
-        rounds = demo.rounds_of(entry, EXAMPLE, server.url)
+        rounds = demo.rounds_of(entry, server.url)
         text = "".join(each["accepted"] + each["bonus"] for each in rounds)
         assert text == tokenizer.decode(answer) and len(rounds) == sum(histogram) + 1
         assert any(each["accepted"] for each in rounds) and any(r["rejected"] for r in rounds)
         served["histogram"] = [sum(histogram) - 1]
-        assert demo.rounds_of(entry, EXAMPLE, server.url) == []
+        assert demo.rounds_of(entry, server.url) == []

@@ -1,4 +1,4 @@
-"""What ``hyperdflash demo`` prints."""
+"""What ``python -m eval.demo`` prints."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ ROUNDS = 16  # of an answer, to print
 STYLES = {"accepted": "32", "bonus": "1", "rejected": "31;9"}  # green, bold, red struck through
 TAIL = """
 report  {out} (all token ids and texts, to compare yourself); logs {logs}
-next    ask it yourself:  {command} demo --prompt "Add 12 and 30."
+next    ask it yourself:  {python} -m eval.demo --prompt "Add 12 and 30."
         serve it:         HYPERDFLASH_CPU=1 {python} -m sglang.launch_server ... (README.md)
         see one learn:    make learn-demo (in a clone)
         train one:        docs/training.md"""
@@ -46,10 +46,8 @@ def print_head(out: Path, logs: Path, own: bool) -> None:
 
 
 def print_tail(out: Path, logs: Path) -> None:
-    """Print where the report is and what to do next, as this command was called."""
-    names = {"command": sys.argv[0], "python": sys.executable}
-    names = {name: os.path.relpath(path) for name, path in names.items()}
-    print(TAIL.format(out=out, logs=logs, **names))
+    """Print where the report is and what to do next, with the Python that runs."""
+    print(TAIL.format(out=out, logs=logs, python=os.path.relpath(sys.executable)))
 
 
 def one_line(text: str, width: int, *, end: bool = False) -> str:

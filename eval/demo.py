@@ -1,4 +1,4 @@
-"""``hyperdflash demo``: compare answers and speed with the baseline's, on the tiny DeepSeek-V4.
+"""``python -m eval.demo``: compare answers and speed with the baseline's, on the tiny DeepSeek-V4.
 
 Two servers on loopback answer the same prompts in turns: the baseline, twice for the noise, and
 HYPERDFLASH, also with random weights as a control. A server loads a drafter in milliseconds. Every
@@ -14,24 +14,28 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sglang_hyperdflash.commands import demo_page as page
-from sglang_hyperdflash.commands.demo_page import BASELINE, CONTROL, DRAFTED, NOISE, OTHER
+from eval import demo_page as page
+from eval.demo_page import BASELINE, CONTROL, DRAFTED, NOISE, OTHER
+from eval.errors import INTERRUPTED, UNUSABLE, USER_ERRORS
+from sglang_hyperdflash import CPU_PLATFORM
 from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms
 from sglang_hyperdflash.tools.atomic import write_json
-from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.command_line import COUNT, Parser
 from sglang_hyperdflash.tools.jsonl import read_lines
 from sglang_hyperdflash.tools.ownership import NotOurs, lock
-from sglang_hyperdflash.tools.process_group import sigint_exits
+from sglang_hyperdflash.tools.process_group import exit_on_signals, sigint_exits
 from sglang_hyperdflash.tools.server_process import Server, comparable_arguments
 
 Answers = dict[str, list[Any]]  # ``eval.client.Answer`` objects of every round, by name
 Asked = dict[str, tuple[str, Path | None]]  # address and drafter of those who answer, by name
-ROOT = Path(__file__).resolve().parents[2]
+KIND = "python -m eval.demo"
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_deepseek_v4"
 # Neither target nor drafter was trained on such text.
 OTHER_TEXT = (
     "A farmer fills 12 boxes with 8 apples each. At the market he sells 45 of the apples. He gives "
@@ -39,19 +43,17 @@ OTHER_TEXT = (
 )
 
 
-def find_example() -> Path:
-    """Return the tiny target's folder, which is put on the import path as ``eval`` is.
-
-    Raises ``HyperDFlashConfigError`` outside a checkout.
-    """
-    example = ROOT / "examples" / "tiny_deepseek_v4"
-    if not (example.is_dir() and (ROOT / "eval").is_dir()):
-        raise HyperDFlashConfigError(
-            f"the demo needs eval/ and {example}, which the installed package does not have. Clone "
-            "the repository and run `make demo` there."
-        )
-    sys.path[:0] = [str(path) for path in (ROOT, example) if str(path) not in sys.path]
-    return example
+def parser() -> Parser:
+    """The command line, which needs neither torch nor SGLang."""
+    text = "Compare HYPERDFLASH with the baseline on the tiny DeepSeek-V4, which a clone includes."
+    command = Parser(prog=KIND, description=text)
+    add = command.add_argument
+    add("--out", type=Path, default=Path("build/demo.json"), help="report")
+    text = "your own prompt instead of the example's; may be repeated"
+    add("--prompt", action="append", metavar="TEXT", help=text)
+    add("--rounds", type=COUNT, default=3, help="answers to each prompt")
+    add("--max-new-tokens", type=COUNT, default=128, help="tokens of an answer")
+    return command
 
 
 def check_out(out: Path) -> None:
@@ -66,18 +68,18 @@ def check_out(out: Path) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare all answers, print and write the report; return 1 if a difference is a fault."""
     check_out(args.out)
-    example, logs = find_example(), args.out.parent / "demo-logs"
-    lines = [] if args.prompt else read_lines(example / "prompts.jsonl")
+    logs = args.out.parent / "demo-logs"
+    lines = [] if args.prompt else read_lines(EXAMPLE / "prompts.jsonl")
     prompts, kind = [prompt for _, prompt in lines], "yours" if args.prompt else OTHER
     answer = {} if args.prompt else {"answer": "17"}  # to OTHER_TEXT
     for text in args.prompt or [OTHER_TEXT]:
         prompts.append({"kind": kind, "messages": [{"role": "user", "content": text}], **answer})
     entries: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        stack.enter_context(lock(logs, "hyperdflash demo"))  # a second demo would mix both
+        stack.enter_context(lock(logs, KIND))  # a second demo would mix both
         page.print_head(args.out, logs, own=not args.prompt)
         # After the head: these import torch, which takes seconds.
-        with sigint_exits("hyperdflash demo: interrupted"):
+        with sigint_exits(f"{KIND}: interrupted"):
             import sglang_hyperdflash.training.local_target  # noqa: F401  for ``rounds_of``
             from eval.client import Sampling
             from eval.identity import data_type, judged
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         print(page.MACHINE.format_map(facts := provenance() | load))
         if facts["load_average"] > facts["cores"]:
             print(page.BUSY.format_map(facts))
-        servers = start_servers(stack, example, logs)
+        servers = start_servers(stack, logs)
         url, sampling = servers[BASELINE][0], Sampling(0.0, args.max_new_tokens)
         facts["dtype"] = dtype = data_type(url)
         print(page.COLUMNS)
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             verdicts = {n: judged(url, dtype, turns, pair, sampling) for n, pair in pairs.items()}
             entries.append({"turns": turns} | entry_of(prompt, answers, verdicts))
             page.print_entry(len(entries), entries[-1])
-        rounds = rounds_of(entries[0], example, url)
+        rounds = rounds_of(entries[0], url)
     result = summarise(entries) | {"rounds": rounds, "provenance": facts}
     write_json(args.out, result | {"prompts": entries}, indent=1)
     page.print_rounds(entries[0]["turns"][0], rounds)
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if result["faults"] else 0
 
 
-def start_servers(stack: ExitStack, example: Path, logs: Path) -> Asked:
+def start_servers(stack: ExitStack, logs: Path) -> Asked:
     """Start two servers, and return the four that are compared."""
     import torch
 
@@ -115,13 +117,13 @@ def start_servers(stack: ExitStack, example: Path, logs: Path) -> Asked:
     from eval.methods import resolve
     from sglang_hyperdflash.training.drafter import Drafter
 
-    servers, started, trained = {}, time.monotonic(), example / "drafter"
+    servers, started, trained = {}, time.monotonic(), EXAMPLE / "drafter"
     print("starting two servers ...", flush=True)
     for method in resolve([BASELINE, DRAFTED], {"hyperdflash2_draft": trained}, {}):
         # With a prefix cache a repeated prompt would cost less than the first time.
         arguments = (*comparable_arguments(), "--disable-radix-cache", *method.arguments)
         log, environment = logs / f"{method.name}.log", dict(method.environment)
-        server = Server(example / "target", *arguments, log=log, environment=environment)
+        server = Server(EXAMPLE / "target", *arguments, log=log, environment=environment)
         servers[method.name] = stack.enter_context(server)
     torch.manual_seed(0)
     untrained = Drafter(json.loads((trained / "config.json").read_text()))
@@ -169,7 +171,7 @@ def entry_of(prompt: dict[str, Any], answers: Answers, verdicts: dict[str, str])
     return {"kind": kind, "expected": prompt.get("answer"), "right": right, "servers": servers}
 
 
-def rounds_of(entry: dict[str, Any], example: Path, url: str) -> list[dict[str, str]]:
+def rounds_of(entry: dict[str, Any], url: str) -> list[dict[str, str]]:
     """Return accepted drafts, bonus token and rejected drafts of an answer's rounds, as texts.
 
     The prefill is first. SGLang reports no rejected draft, so all are recomputed; empty if that
@@ -187,7 +189,7 @@ def rounds_of(entry: dict[str, Any], example: Path, url: str) -> list[dict[str, 
     reply = chat(url, messages, Sampling(0.0, 1), return_prompt_token_ids=True)
     tokens, rest = reply["choices"][0]["prompt_token_ids"], served[0]["output_ids"][0]
     torch.set_num_threads(1)  # in a model this small, more threads wait for each other
-    target, drafter = LocalTarget(example / "target"), Drafter.load(example / "drafter").eval()
+    target, drafter = LocalTarget(EXAMPLE / "target"), Drafter.load(EXAMPLE / "drafter").eval()
     drafts, rounds = list[int](), []
     while rest:
         most = min(len(drafts), len(rest))
@@ -201,7 +203,7 @@ def rounds_of(entry: dict[str, Any], example: Path, url: str) -> list[dict[str, 
     whole = Counter(len(each["accepted"]) for each in rounds[1:-1])
     if len(rounds) - 1 != counted.total() or not whole <= counted:
         return []
-    decode = load_tokenizer(str(example / "target")).decode
+    decode = load_tokenizer(str(EXAMPLE / "target")).decode
     return [{name: decode(ids) for name, ids in each.items()} for each in rounds]
 
 
@@ -221,3 +223,23 @@ def summarise(entries: list[dict[str, Any]]) -> dict[str, Any]:
         }
     differences = {"faults": verdicts["fault"], "ties": verdicts["tie"]}
     return {"outputs_identical": not any(differences.values()), **differences, "servers": servers}
+
+
+@exit_on_signals()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; 1 when a difference is a fault, 2 for what the user must fix, 130 for Ctrl-C."""
+    args = parser().parse_args(argv)
+    os.environ.setdefault(CPU_PLATFORM, "1")
+    sys.path.append(str(EXAMPLE))  # of ``exchanges``, which checks the answers
+    try:
+        return run(args)
+    except USER_ERRORS as error:
+        print(f"{KIND}: {error}", file=sys.stderr)
+        return UNUSABLE
+    except KeyboardInterrupt:
+        print(f"{KIND}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

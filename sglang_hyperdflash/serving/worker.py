@@ -384,7 +384,6 @@ class HyperDFlashWorker(DFlashWorkerV2):
         # The hooks read ``request_state.current`` in SGLang's sampler, during the target's pass.
         self.request_state.begin(batch, prefill=True)
         self.lanes.activate(self.block)
-        self._wait_for_fused_hicache_load(batch)
         result = self.target_worker.forward_batch_generation(
             batch,
             pp_proxy_tensors=pp_proxy_tensors,

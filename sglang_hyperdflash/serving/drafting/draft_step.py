@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -56,7 +55,7 @@ class DraftStep:
 
     def __init__(self, runners: Runners, draft_temperature: float) -> None:
         self.runners, self.draft_temperature = runners, draft_temperature
-        self.lm_head = unwrap_lora_layer(getattr(runners.target.model, "lm_head", None))
+        self.lm_head = getattr(runners.target.model, "lm_head", None)
         self.head = runners.draft_model.dependency
         self.candidates = runners.draft_model.hyperdflash_config.candidates
         check_head(self.lm_head, self.candidates)
@@ -125,7 +124,7 @@ class DraftStep:
         if whole is not None:  # attention data parallelism: no collective here
             embedded = torch.nn.functional.embedding(ids, whole)
         else:
-            embedded = unwrap_lora_layer(self.runners.target.model.get_input_embeddings())(ids)
+            embedded = self.runners.target.model.get_input_embeddings()(ids)
         return embedded.view(-1, embedded.shape[-1])
 
     def _draw(self, candidates: Candidates, block: Block, requests: BatchRequests) -> Proposal:

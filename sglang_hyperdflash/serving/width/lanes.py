@@ -14,14 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.draft_worker_common import (
     make_draft_block_spec_info,
     make_draft_sampler_capture_hook,
 )
-from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_tp_context
-from sglang.srt.utils import is_cuda
+from sglang.srt.utils import get_available_gpu_memory, is_cuda
 
 from sglang_hyperdflash.serving.draft_kv.attention import bound_graph_buffers
 from sglang_hyperdflash.serving.drafting.candidates import CandidateBuffers
@@ -146,17 +145,13 @@ class Lanes:
         """Whether there is memory for what the block's graphs took once more; alike on all ranks.
 
         SGLang asks for ``LEAST_FREE`` of the drafter's whole block; its own reserve is for one
-        width's graphs. Seams: ``SpecTpSync.available_memory_gb``, as
-        ``DFlashWorkerV2.init_cuda_graphs`` asks it; ``ModelRunner.graph_memory_usage``.
+        width's graphs. Seam: ``ModelRunner.graph_memory_usage``.
         """
         if not (is_cuda() and captured(runner)):
             return True
-        runners, group = self.runners, get_parallel().tp_group
         taken = max(from_all_ranks(sum(runner.graph_memory_usage.values())))
-        free = runners.tp_sync.available_memory_gb(
-            SpecTpSyncSite.DFLASH_MEM, runners.device, runners.gpu_id, group=group
-        )
-        free = min(from_all_ranks(free))  # SGLang's is each rank's own with attention TP 1
+        free = get_available_gpu_memory(self.runners.device, self.runners.gpu_id)
+        free = min(from_all_ranks(free))
         if free >= LEAST_FREE + taken:
             return True
         logger.warning(

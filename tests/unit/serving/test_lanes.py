@@ -56,14 +56,14 @@ def runners(monkeypatch):
     settings.override = partial(mock.patch.multiple, settings)
     ranks = SimpleNamespace(world_size=1)
     monkeypatch.setattr(lanes_module, "get_spec", lambda: settings)
-    for module in (lanes_module, runners_module):
-        monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(tp_group=ranks))
+    parallel = SimpleNamespace(tp_group=ranks)
+    monkeypatch.setattr(runners_module, "get_parallel", lambda: parallel)
     monkeypatch.setattr(lanes_module, "draft_tp_context", lambda layout: nullcontext())
     monkeypatch.setattr(lanes_module, "is_cuda", lambda: True)
     models = {name: Runner(name, settings) for name in ("target", "draft")}
     device = {"block": BLOCK, "device": "cpu", "gpu_id": 0, "draft_layout": None}
     made = SimpleNamespace(free=9.0, ranks=ranks, **device, **models)
-    made.tp_sync = SimpleNamespace(available_memory_gb=lambda *a, **k: made.free)
+    monkeypatch.setattr(lanes_module, "get_available_gpu_memory", lambda *_: made.free)
     return made
 
 

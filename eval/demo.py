@@ -179,8 +179,8 @@ def rounds_of(entry: dict[str, Any], url: str) -> list[dict[str, str]]:
     """
     import torch
 
+    from eval.algorithm import propose_block
     from eval.client import Sampling, chat, messages_before
-    from sglang_hyperdflash.draft.algorithm import propose_block
     from sglang_hyperdflash.targets.files import load_tokenizer
     from sglang_hyperdflash.training.drafter import Drafter
     from sglang_hyperdflash.training.local_target import LocalTarget

@@ -13,11 +13,11 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from docs.reference import sglang_uses
+from docs.reference.variables import VARIABLES
 from eval import demo
 from eval.options import parser as eval_parser
 from sglang_hyperdflash.cli import build_parser
 from sglang_hyperdflash.serving.startup.checks import UNSUPPORTED
-from sglang_hyperdflash.tools.environment import VARIABLES
 from sglang_hyperdflash.training.recipe import Schedule
 from tests.unit.serving.parameters import PARAMETERS
 

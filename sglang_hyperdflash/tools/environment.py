@@ -1,79 +1,23 @@
-"""The environment variables of this package and its tests: one table, and how numbers are read."""
+"""The environment variables that hold a number, and how it is read.
+
+``docs/reference/variables.py`` describes all variables.
+"""
 
 import math
 import os
-from typing import NamedTuple
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
-
-class Variable(NamedTuple):
-    """An environment variable; ``docs/reference/environment.md`` is made from these texts."""
-
-    name: str
-    default: str
-    reader: str
-    meaning: str
-
-
-# fmt: off
-VARIABLES = (
-    Variable("HYPERDFLASH_WIDTH", "adaptive", "a HYPERDFLASH server",
-             "rows verified for each request in a round: `adaptive`, `full` (the block size), a "
-             "number from 1 to the block size, or `random` (drawn every round, for tests)"),
-    Variable("HYPERDFLASH_WIDTHS",
-             "1, 2, 4 and the block size; 1 and the block size if the drafter's block is not "
-             "causal",
-             "a HYPERDFLASH server with an adaptive or random width",
-             "the allowed widths, separated by commas"),
-    Variable("HYPERDFLASH_DRAFT_TEMPERATURE", "0.5", "a HYPERDFLASH server",
-             "draft temperature of sampled requests, relative to the request's own: from 0 "
-             "(argmax drafts) to 1; it never changes the output distribution"),
-    Variable("HYPERDFLASH_COPY", "32768", "a HYPERDFLASH server",
-             "a request's last tokens, of prompt and answer, that drafts may copy; 0 for none, "
-             "else at least 64; 4 bytes each, for every request that runs at once"),
-    Variable("HYPERDFLASH_OPERATORS", "triton", "every command on a GPU",
-             "operators that run their torch reference on a GPU, slower: `torch` for all, names "
-             "separated by commas for some; a server adds those whose kernel it finds wrong at "
-             "start"),
-    Variable("HYPERDFLASH_DRAFT_POOL_RATIO", "0.1", "a server with a windowed drafter",
-             "draft K/V slots per target token, above 0 and at most 1"),
-    Variable("HYPERDFLASH_RECORD", "unset: nothing is recorded", "a HYPERDFLASH server",
-             "folder of the store that a share of the requests is recorded to, with their tokens"),
-    Variable("HYPERDFLASH_RECORD_SHARE", "0.05", "a server that records",
-             'share of the requests, 0 to 1, chosen by a hash of their id; `"custom_params": '
-             '{"hyperdflash_record": true}` or `false` decides for one request'),
-    Variable("HYPERDFLASH_RECORD_GIB", "100", "a server that records",
-             "upper limit of its part of the store, GiB: half for the newest requests, half for "
-             "a sample of all older ones"),
-    Variable("HYPERDFLASH_RECORD_LENGTH", "4096", "a server that records",
-             "tokens of a request that are stored at most, at least 16: of its prompt the last "
-             "ones, up to half of this, then its answer"),
-    Variable("HYPERDFLASH_RECORD_CONTEXT", "0", "a server that records",
-             "share of that prompt, 0 to 1, that must not come from the prefix cache, or the "
-             "request is not recorded; what comes from there is not stored"),
-    Variable("HYPERDFLASH_CPU", "0; 1 for servers that commands of this package start",
-             "any SGLang process",
-             "1 registers the CPU platform where there is no accelerator, for servers of any "
-             "algorithm"),
-    Variable("HYPERDFLASH_CPU_KV_GIB", "1",
-             "a server on the CPU platform without `--max-total-tokens`",
-             "upper limit of K/V memory, GiB"),
-    Variable("HYPERDFLASH_CAPTURE_FOLDER", "unset",
-             "the engine of `hyperdflash capture`, which sets it",
-             "folder for the residuals of captured requests"),
-    Variable("HYPERDFLASH_API_KEY", "unset", "`regenerate`, `learn`, `eval`",
-             "key of the servers' API"),
-    Variable("HYPERDFLASH_SOAK_MINUTES", "30", "`make soak`", "minutes of traffic"),
-    Variable("HYPERDFLASH_TEST_TEMPLATE", "1", "engine tests",
-             "0: start every test server as a new process instead of forking one that has the "
-             "imports"),
-    Variable("HYPERDFLASH_TEST_DATA", "unset", "tests",
-             "folder with the `benchmarks/*.jsonl` of `python -m eval fetch`; unset: prompts of "
-             "this repository"),
-)
-# fmt: on
-_DEFAULTS = {variable.name: variable.default for variable in VARIABLES}
+DEFAULTS = {
+    "HYPERDFLASH_DRAFT_TEMPERATURE": "0.5",
+    "HYPERDFLASH_COPY": "32768",
+    "HYPERDFLASH_DRAFT_POOL_RATIO": "0.1",
+    "HYPERDFLASH_RECORD_SHARE": "0.05",
+    "HYPERDFLASH_RECORD_GIB": "100",
+    "HYPERDFLASH_RECORD_LENGTH": "4096",
+    "HYPERDFLASH_RECORD_CONTEXT": "0",
+    "HYPERDFLASH_CPU_KV_GIB": "1",
+}
 
 
 def positive_number(
@@ -82,7 +26,7 @@ def positive_number(
     """Return the variable's finite number from ``least`` to ``most``; its default if it is unset.
 
     Args:
-        name: one of ``VARIABLES``.
+        name: one of ``DEFAULTS``.
         form: what the number must be, for the message.
         most: the largest allowed number.
         least: the smallest allowed number; by default any number above 0.
@@ -90,13 +34,13 @@ def positive_number(
     Raises:
         HyperDFlashConfigError: the variable is something else.
     """
-    text = os.environ.get(name, _DEFAULTS[name])
+    text = os.environ.get(name, DEFAULTS[name])
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (least <= value <= most and math.isfinite(value)):
         raise HyperDFlashConfigError(
-            f"{name} must be {form}, found {text!r}; the default is {_DEFAULTS[name]}."
+            f"{name} must be {form}, found {text!r}; the default is {DEFAULTS[name]}."
         )
     return value

@@ -1,4 +1,4 @@
-"""Drafts of every method for ``draft.algorithm.decode``, the decoder without an engine."""
+"""Drafts of every method for ``eval.algorithm.decode``, the decoder without an engine."""
 
 import json
 from functools import partial
@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from eval.algorithm import Propose, propose_block
 from eval.rivals.nextn_core import NextNCore, nextn_tensors
 from sglang_hyperdflash.cpu.portable.weights import load_core
-from sglang_hyperdflash.draft.algorithm import Propose, propose_block
 from sglang_hyperdflash.draft.config import DRAFT_ARCHITECTURE
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget

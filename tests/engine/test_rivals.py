@@ -11,8 +11,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from eval import rivals
+from eval.algorithm import decode
 from eval.methods import resolve
-from sglang_hyperdflash.draft.algorithm import decode
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.conftest import EXAMPLE

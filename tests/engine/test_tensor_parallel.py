@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_hyperdflash.draft.algorithm import decode
+from eval.algorithm import decode
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.local_target import LocalTarget

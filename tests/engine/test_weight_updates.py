@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.utils import MultiprocessingSerializer
 
-from sglang_hyperdflash.draft.algorithm import decode
+from eval.algorithm import decode
 from sglang_hyperdflash.serving.settings import COPY
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments

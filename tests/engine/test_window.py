@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_hyperdflash.draft.algorithm import decode
+from eval.algorithm import decode
 from sglang_hyperdflash.serving.settings import COPY, POOL_RATIO
 from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.reference.variables import VARIABLES
 from eval.options import parser as eval_parser
 from sglang_hyperdflash.cli import build_parser
-from sglang_hyperdflash.tools.environment import VARIABLES
 from tests import documents
 from tests.conftest import EXAMPLE, ROOT
 from tests.documents import PAGES, prose

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 
 from eval import demo
+from eval.algorithm import decode
 from eval.demo import main
 from eval.demo_page import CONTROL, DRAFTED, print_rounds
-from sglang_hyperdflash.draft.algorithm import decode
 from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.ownership import lock
 from sglang_hyperdflash.training.local_target import LocalTarget

@@ -6,10 +6,10 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
 from sglang.srt.server_args import ServerArgs
 
+from docs.reference.variables import VARIABLES
 from sglang_hyperdflash.cpu.portable.weights import shard_rows
 from sglang_hyperdflash.serving.settings import read_settings
 from sglang_hyperdflash.serving.startup.checks import check_ranks
-from sglang_hyperdflash.tools.environment import VARIABLES
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from sglang_hyperdflash.draft.algorithm import propose_block
+from eval.algorithm import propose_block
 from sglang_hyperdflash.training import replay as replay_module
 from sglang_hyperdflash.training.anchors import dense_mask, visible
 from sglang_hyperdflash.training.drafter import attend

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sglang_hyperdflash.draft.algorithm import decode, greedy
+from eval.algorithm import decode, greedy
 from sglang_hyperdflash.targets.chats import Chat, load_chats
 from sglang_hyperdflash.training.local_target import LocalTarget
 from tests.conftest import EXAMPLE

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
+from eval.histograms import add_histograms
 from eval.identity import differences, question, read_gaps, verdict
 from eval.methods import BASELINE, COPYING, NOISE, drafting, is_hyperdflash
 from eval.runner import Cell, Unit, is_whole, read_run, read_units
@@ -103,8 +104,8 @@ def row_of(
     names = ("correct_drafts", "verify_rounds")
     counts = np.array([[[a[name] for a in u["answers"]] for u in whole] for name in names]).sum(1)
     correct_drafts, verify_rounds = counts.sum(1).tolist()
-    histogram = acceptance.add_histograms(answer["histogram"] for answer in answers)
-    widths = acceptance.add_histograms(answer.get("widths", []) for answer in answers)
+    histogram = add_histograms(answer["histogram"] for answer in answers)
+    widths = add_histograms(answer.get("widths", []) for answer in answers)
     if not widths:  # every round had every draft
         widths = [0] * (num_drafts + 1) + [sum(histogram)]
     positions = num_drafts if any(histogram) else 0

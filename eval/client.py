@@ -11,7 +11,8 @@ from typing import Any
 import requests
 
 from eval.errors import one_line
-from sglang_hyperdflash.tools.acceptance import add_histograms, counters
+from eval.histograms import add_histograms
+from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.server_process import key_headers, reason_of
 
 TIMEOUT = 1800.0  # seconds of one request

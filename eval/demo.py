@@ -23,8 +23,8 @@ from typing import Any
 from eval import demo_page as page
 from eval.demo_page import BASELINE, CONTROL, DRAFTED, NOISE, OTHER
 from eval.errors import INTERRUPTED, UNUSABLE, USER_ERRORS
+from eval.histograms import accept_length_of, add_histograms
 from sglang_hyperdflash import CPU_PLATFORM
-from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.command_line import COUNT, Parser
 from sglang_hyperdflash.tools.jsonl import read_lines

@@ -13,11 +13,11 @@ from statistics import fmean, median, stdev
 
 from eval.aggregate import Row, throughput
 from eval.charts import line_chart
+from eval.histograms import add_histograms
 from eval.methods import BASELINE, NOISE, Method
 from eval.report import Table
 from eval.runner import Cell, Plan, is_whole, read_units
 from sglang_hyperdflash.serving.settings import ADAPTIVE, FULL, WIDTH
-from sglang_hyperdflash.tools.acceptance import add_histograms
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 

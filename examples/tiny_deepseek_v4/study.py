@@ -29,11 +29,12 @@ from transformers import AutoTokenizer
 
 import corpus
 from eval import rivals
+from eval.histograms import add_histograms
 from exchange_prompts import BENCHMARK_SEED
 from exchanges import KINDS, in_turn
 from sglang_hyperdflash.cli import main as hyperdflash
 from sglang_hyperdflash.serving.settings import COPY, DRAFT_TEMPERATURE, FULL, WIDTH
-from sglang_hyperdflash.tools.acceptance import add_histograms, counters
+from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.atomic import write_json, write_text
 from sglang_hyperdflash.tools.checksum import bytes_hash, file_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashError

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_hyperdflash.serving.draft_kv.attention import TOKEN_BACKENDS
 from triton_ops.comparison import largest_difference
@@ -87,19 +88,16 @@ def new_batch(
 
 def reference(batch: Batch, causal: bool) -> torch.Tensor:
     """Return the attention ``[bs * B, heads, D]`` fp32 in torch, one request after the other."""
-    results, group = [], batch.q.shape[1] // batch.k.shape[1]
+    results = []
     for b, length in enumerate(batch.lengths.tolist()):
         slots = batch.slots[b, : length + batch.block]
-        k, v = (
-            t[slots].float().repeat_interleave(group, 1).transpose(0, 1) for t in (batch.k, batch.v)
-        )
+        k, v = (kv[slots].float().transpose(0, 1) for kv in (batch.k, batch.v))
         q = batch.q[b * batch.block : (b + 1) * batch.block].float().transpose(0, 1)
-        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+        visible = torch.ones(batch.block, len(slots), dtype=torch.bool, device=q.device)
         if causal:
-            positions = torch.arange(len(slots), device=q.device)
-            later = positions > positions[length:].unsqueeze(1)
-            scores = scores.masked_fill(later, float("-inf"))
-        results.append((scores.softmax(-1) @ v).transpose(0, 1))
+            visible = visible.tril(length)
+        result = scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+        results.append(result.transpose(0, 1))
     return torch.cat(results)
 
 

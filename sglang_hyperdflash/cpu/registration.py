@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from sglang_hyperdflash.cpu.platform import (
-    activation,
-    dflash_seams,
-    memory,
-    parallel_seams,
-    seeded_seams,
-    torch_ops,
-)
+from sglang_hyperdflash.cpu.platform import activation, engine_seams, memory, torch_ops
 from sglang_hyperdflash.seams import declared, when_imported
 
-SEAMS = declared(dflash_seams, torch_ops, parallel_seams, seeded_seams, memory)
+SEAMS = declared(engine_seams, torch_ops, memory)
 
 
 def register() -> None:
@@ -24,7 +18,10 @@ def register() -> None:
     """
     from sglang.srt.arg_groups import choices
 
-    activation.limit_threads()
+    # For later processes. Waiting threads that spin make a server several times slower on a busy
+    # machine, and a model that is small enough for this platform gains nothing from more threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     backend = [activation.ATTENTION_BACKEND]
     choices.add_attention_backend_choices(backend)
     choices.add_draft_attention_backend_choices(backend)

@@ -1,18 +1,12 @@
 """Acceptance metrics from SGLang's per-request counters."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 def accept_length(correct_drafts: int, rounds: int) -> float | None:
     """Return tau, bonus token included: ``1 + accepted drafts / rounds``; None without a round."""
     return 1.0 + correct_drafts / rounds if rounds else None
-
-
-def accept_length_of(histogram: Sequence[int]) -> float | None:
-    """Return tau of rounds of which ``histogram[i]`` accepted i drafts each; None without any."""
-    return accept_length(sum(i * n for i, n in enumerate(histogram)), sum(histogram))
 
 
 def drafted_positions(widths: Iterable[int], num_drafts: int) -> list[int]:
@@ -37,11 +31,6 @@ def position_acceptance(
     counts, widths = list(histogram), list(widths)
     drafted = drafted_positions(widths, num_drafts) if widths else [sum(counts)] * num_drafts
     return [sum(counts[k:]) / n if n else 0.0 for k, n in enumerate(drafted, start=1)]
-
-
-def add_histograms(histograms: Iterable[Iterable[int]]) -> list[int]:
-    """Return the entry-wise sum of histograms of different lengths."""
-    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 def counters(meta_info: Mapping[str, Any]) -> tuple[int, int, list[int]]:

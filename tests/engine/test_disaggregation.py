@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import requests
 
+from eval.histograms import accept_length_of, add_histograms
 from sglang_hyperdflash.commands.servers import Servers
 from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.serving.scheduler.metrics import DRAFTER
 from sglang_hyperdflash.serving.settings import COPY, POOL_RATIO
-from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
+from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
 from tests.conftest import ROOT

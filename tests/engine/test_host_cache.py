@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from eval.histograms import accept_length_of, add_histograms
 from sglang_hyperdflash.serving.settings import COPY, POOL_RATIO
-from sglang_hyperdflash.tools.acceptance import accept_length_of, add_histograms, counters
+from sglang_hyperdflash.tools.acceptance import counters
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import hyperdflash_arguments
 from tests.conftest import ROOT

@@ -22,16 +22,6 @@ def is_active() -> bool:
     return not torch.accelerator.is_available()
 
 
-def limit_threads() -> None:
-    """Make one OpenMP thread that does not spin the default of later processes.
-
-    Waiting threads that spin make a server several times slower on a busy machine, and a model that
-    is small enough for this platform gains nothing from more threads.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def activate() -> str | None:
     """Return the platform's import path, or None to leave the choice to SGLang."""
     return PLATFORM if is_active() else None

@@ -104,7 +104,9 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         rows, outside = {}, {}
         for name in ("embed_tokens", "lm_head"):
             layer = getattr(self, name)
-            shard = vocabulary_rows(layer)
+            # Seam: the indices that the DFLASH worker reads too.
+            indices = layer.shard_indices
+            shard = slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
             # A shard may be padded; the checkpoint fills the leading rows.
             layer.weight.data[shard.stop - shard.start :] = 0
             rows[f"{name}.weight"] = shard
@@ -112,12 +114,3 @@ class PortableDeepSeekV4ForCausalLM(nn.Module):
         whole = not sent_in_parts(weights)
         sharded = shard_rows(weights, rows, total=self.config.vocab_size)
         load_core(self.model, sharded, outside=outside, skip=("mtp.",), whole=whole)
-
-
-def vocabulary_rows(layer: VocabParallelEmbedding) -> slice:
-    """Return the rows of the vocabulary that this rank holds.
-
-    Seam: ``VocabParallelEmbedding.shard_indices``, which the DFLASH worker reads too.
-    """
-    indices = layer.shard_indices
-    return slice(indices.org_vocab_start_index, indices.org_vocab_end_index)

@@ -8,7 +8,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_hyperdflash.cpu.platform.attention import TorchAttention
-from sglang_hyperdflash.cpu.platform.dflash_seams import last_slots
+from sglang_hyperdflash.cpu.platform.engine_seams import last_slots
 from sglang_hyperdflash.cpu.platform.torch_ops import assign_req_to_token_pool, extend_cache_locs
 
 SLOTS, D = 64, 8

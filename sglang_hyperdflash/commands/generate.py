@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from sglang_hyperdflash.targets.files import is_hub_id
 from sglang_hyperdflash.tools.acceptance import accept_length, counters
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import BadRow, HyperDFlashConfigError
-from sglang_hyperdflash.tools.fields import shown
+from sglang_hyperdflash.tools.fields import json_object, shown
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.training.conversations import check_answer, parse_conversation
 
@@ -43,6 +42,7 @@ RESERVED_ARGUMENTS = {
     "speculative_algorithm": "Use --draft.",
     "speculative_draft_model_path": "Use --draft.",
 }
+QUOTED = "Put it in quotes."  # the advice for an option that holds JSON
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "min_p")
 # Server arguments that change its memory, not its answers.
 MEMORY_ONLY = frozenset(
@@ -73,17 +73,6 @@ def parse_prompt(index: int, record: Mapping[str, Any], where: str) -> Conversat
     return Conversation(index, digest, where, steps, chat=chat.with_messages([]))
 
 
-def json_option(name: str, text: str) -> dict[str, Any]:
-    """Parse a command-line option that holds a JSON object; errors name the option."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise HyperDFlashConfigError(f"{name} is not JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise HyperDFlashConfigError(f"{name} must be a JSON object.")
-    return value
-
-
 def engine_arguments(
     args: argparse.Namespace, reserved: Mapping[str, str] = RESERVED_ARGUMENTS
 ) -> dict[str, Any]:
@@ -95,7 +84,7 @@ def engine_arguments(
     Raises:
         HyperDFlashConfigError: ``--engine-args`` sets one of them.
     """
-    extra = json_option("--engine-args", args.engine_args)
+    extra = json_object(args.engine_args, "--engine-args", QUOTED)
     for name in sorted(reserved.keys() & extra.keys()):
         raise HyperDFlashConfigError(
             "--engine-args: expected arguments that the command does not set itself, found "
@@ -111,7 +100,7 @@ def engine_arguments(
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the server arguments that must not change between two runs into one output."""
-    extra = json_option("--engine-args", args.engine_args)
+    extra = json_object(args.engine_args, "--engine-args", QUOTED)
     shaping = {name: extra[name] for name in sorted(extra.keys() - MEMORY_ONLY)}
     return {"dtype": args.dtype} | ({"engine_args": shaping} if shaping else {})
 

@@ -54,11 +54,8 @@ def shape_of(args: argparse.Namespace, facts: TargetFacts) -> DrafterShape:
     return shape
 
 
-def gate_of(files: TargetFiles, facts: TargetFacts, option: str) -> str:
-    """Return what the hc_gate starts from, one of ``config.GATES``.
-
-    Args:
-        option: the value of ``--gate``.
+def check_gate(files: TargetFiles, facts: TargetFacts, gate: str) -> None:
+    """Check whether a target's hc_gate can start as ``--gate`` says.
 
     Raises:
         HyperDFlashConfigError: the target has no such gate; the message says what to choose.
@@ -69,38 +66,16 @@ def gate_of(files: TargetFiles, facts: TargetFacts, option: str) -> str:
         raise HyperDFlashConfigError(
             f"{name} has no gate for each path to start from: {kind.statement}. Use --reducer fc."
         )
-    if kind.gate_start == "approximate" and option != "approximate":
+    if kind.gate_start == "approximate" and gate != "approximate":
         raise HyperDFlashConfigError(
             f"{name}: {kind.statement}. Choose --gate approximate to start from it nevertheless, "
             "or --reducer fc: a linear projection, trained from scratch."
         )
-    if kind.gate_start == "exact" and option == "approximate":
+    if kind.gate_start == "exact" and gate == "approximate":
         raise HyperDFlashConfigError(
             f"--gate approximate is for targets without a gate of their own; {name} has one: "
             f"{kind.statement}. Drop --gate."
         )
-    return option
-
-
-def starting_gate(
-    files: TargetFiles, facts: TargetFacts, gate: str, hc_head: HcHead | None
-) -> HcHead:
-    """Return the tensors of a gate of :func:`gate_of`.
-
-    Args:
-        hc_head: the target's, or None if it does not collapse with one.
-
-    Raises:
-        HyperDFlashConfigError: the checkpoint has no such tensors.
-    """
-    if gate == "approximate":
-        return files.lagged_gate(facts.hc_mult, facts.hidden_size, facts.num_hidden_layers)
-    if hc_head is None:
-        raise HyperDFlashConfigError(
-            f"target {files.name} ({facts.architecture}) has no hc_head to inherit a gate from. "
-            "Use --reducer fc: a linear projection, trained from scratch."
-        )
-    return hc_head
 
 
 def new_drafter(
@@ -123,13 +98,21 @@ def new_drafter(
     else:
         hc_head = None
     raw = draft_config(facts, hc_head, shape, mask_token_id)
-    gate = "none"
+    start = None
     if shape.reducer == "hc_gate":
-        raw["hyperdflash_config"]["gate"] = gate = gate_of(files, facts, args.gate)
+        check_gate(files, facts, args.gate)
+        raw["hyperdflash_config"]["gate"] = args.gate
+        start = hc_head
+        if args.gate == "approximate" and not args.dry_run:
+            start = files.lagged_gate(facts.hc_mult, facts.hidden_size, facts.num_hidden_layers)
+        elif args.gate == "inherited" and hc_head is None:
+            raise HyperDFlashConfigError(
+                f"target {files.name} ({facts.architecture}) has no hc_head to inherit a gate "
+                "from. Use --reducer fc: a linear projection, trained from scratch."
+            )
     if args.dry_run:
         with torch.device("meta"):
             return Drafter(raw)
-    start = None if gate == "none" else starting_gate(files, facts, gate, hc_head)
     torch.manual_seed(args.seed)
     drafter = Drafter(raw)
     if start is not None:

@@ -25,7 +25,7 @@ PAUSE, LONGEST_PAUSE = 2.0, 60.0
 SPARE_FILES = 512  # open files besides the connections
 # TCP keep-alive: the seconds of silence before the first probe and between probes, and the number
 # of unanswered probes that ends the connection.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 20, socket.TCP_KEEPCNT: 3}
 
 
 class Refused(Exception):
@@ -169,9 +169,8 @@ def _keep_alive_socket(address: tuple[Any, ...]) -> socket.socket:
     """Return a socket with TCP keep-alive: a host that is gone would leave a request waiting."""
     client = socket.socket(*address[:3])
     client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEP_ALIVE.items():
-        if hasattr(socket, name):
-            client.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in KEEP_ALIVE.items():
+        client.setsockopt(socket.IPPROTO_TCP, option, value)
     return client
 
 

@@ -21,13 +21,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sglang_hyperdflash.commands.answers import Asker, Conversation, Prompts, hold_answers
-from sglang_hyperdflash.commands.generate import SAMPLING, json_option
+from sglang_hyperdflash.commands.generate import QUOTED, SAMPLING
 from sglang_hyperdflash.commands.pool import Pool, server_info
 from sglang_hyperdflash.draft.hc_head import tensors_fingerprint
 from sglang_hyperdflash.targets.chats import Message, load_chats
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.checksum import short_hash
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.fields import json_object
 from sglang_hyperdflash.tools.ownership import keep_apart, location
 from sglang_hyperdflash.training.conversations import joined, parse_conversation
 
@@ -118,7 +119,7 @@ def _norm(name: str) -> str | None:
 def run(args: argparse.Namespace) -> int:
     """Answer the conversations without an answer."""
     sampling = {name: getattr(args, name) for name in SAMPLING if name != "min_p"}
-    options = json_option("--template-args", args.template_args)
+    options = json_object(args.template_args, "--template-args", QUOTED)
     for name in args.input:
         keep_apart("--output", args.output, {"the target": args.target, "the input": name})
     chats = load_chats(args.target)

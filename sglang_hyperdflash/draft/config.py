@@ -5,7 +5,6 @@ Nothing here imports SGLang, so training and tools can use it with torch alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as section
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.tools.fields import CLOSED, OPEN, checked, shown
+from sglang_hyperdflash.tools.fields import CLOSED, OPEN, checked, json_object
 
 DRAFT_ARCHITECTURE = "HyperDFlashDraftModel"
 # The source of the context features: the residual before the collapse (HyperDFlash), or means of
@@ -276,18 +275,8 @@ def load_config(folder: str | Path) -> HyperDFlashConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise HyperDFlashConfigError(f"no config.json in the draft checkpoint folder {folder}.")
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise HyperDFlashConfigError(
-            f"{path} is not JSON: {error}. Copy the drafter again, or export it again."
-        ) from error
-    if not isinstance(config, dict):
-        raise HyperDFlashConfigError(
-            f"{path}: expected a JSON object, found {shown(config)}. Copy the drafter again, or "
-            "export it again."
-        )
-    return parse_config(config)
+    advice = "Copy the drafter again, or export it again."
+    return parse_config(json_object(path.read_bytes(), str(path), advice))
 
 
 def check_target(

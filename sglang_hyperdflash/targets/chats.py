@@ -101,7 +101,7 @@ def load_chats(target: str) -> Chats:
     return TemplateChats(tokenizer, vocab_size)
 
 
-class TemplateChats:
+class TemplateChats(Chats):
     """The encoding of a target with a Jinja template."""
 
     def __init__(self, tokenizer: Any, vocab_size: int = sys.maxsize) -> None:
@@ -117,11 +117,9 @@ class TemplateChats:
             )
 
     def prompt(self, chat: Chat, where: str) -> list[int]:
-        """See :class:`Chats`."""
         return self._ids(self._text(chat, where, prompt=True))
 
     def answer(self, chat: Chat, where: str) -> list[int]:
-        """See :class:`Chats`."""
         prompt = self._text(chat.with_messages(chat.messages[:-1]), where, prompt=True)
         whole = self._text(chat, where, prompt=False)
         if not whole.startswith(prompt):
@@ -140,7 +138,6 @@ class TemplateChats:
         return ids
 
     def message(self, chat: Chat, reply: Mapping[str, Any]) -> Message:
-        """See :class:`Chats`."""
         return {"role": "assistant", "content": reply["text"]}
 
     def _ids(self, text: str) -> list[int]:
@@ -185,7 +182,7 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
         return arguments
 
 
-class DeepSeekChats:
+class DeepSeekChats(Chats):
     """The encoding of DeepSeek-V4 and V4.1: SGLang's encoder, deepseek-recipe.
 
     Like a server, it drops the reasoning of earlier answers if no tools are given.
@@ -223,11 +220,9 @@ class DeepSeekChats:
         return encoding.with_tokenizer(self._served.tokenizer).encode
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """See :class:`Chats`."""
         self.prompt(Chat([{"role": "user", "content": ""}], options=options), "the chat options")
 
     def prompt(self, chat: Chat, where: str) -> list[int]:
-        """See :class:`Chats`."""
         from sglang.srt.parser.deepseek_recipe_renderer import parse_effort_budget
 
         messages = [{**m, "content": m.get("content") or ""} for m in chat.messages]
@@ -253,7 +248,6 @@ class DeepSeekChats:
             raise BadRow(where, reason) from error
 
     def answer(self, chat: Chat, where: str) -> list[int]:
-        """See :class:`Chats`."""
         import deepseek_recipe as recipe
 
         last, thinks = chat.messages[-1], self._thinks(chat)
@@ -276,7 +270,6 @@ class DeepSeekChats:
         return after[len(before) : after.index(end_id, len(before)) + 1]
 
     def message(self, chat: Chat, reply: Mapping[str, Any]) -> Message:
-        """See :class:`Chats`."""
         from sglang.srt.parser.deepseek_recipe_output import (
             DeepSeekRecipeOutputParser,
             whole_tool_calls,

@@ -7,7 +7,6 @@ read through the safetensors index. From a checkpoint of 160 GB that is not in t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from sglang_hyperdflash.draft.hc_head import HcHead
 from sglang_hyperdflash.targets.kinds import TargetKind, target_kind, text_fields
 from sglang_hyperdflash.targets.weight_names import core_name
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
+from sglang_hyperdflash.tools.fields import json_object
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 # Tensors of at least so many bytes are read from the hub's cache, not from the hub at every start.
@@ -130,17 +130,8 @@ class TargetFiles:
             ) from error
 
     def _json(self, file: str) -> dict[str, Any]:
-        try:
-            content = json.loads(self._path(file).read_bytes())
-        except ValueError as error:
-            raise HyperDFlashConfigError(
-                f"target {self.name}: its {file} is not JSON ({error}). Download it again."
-            ) from error
-        if not isinstance(content, dict):
-            raise HyperDFlashConfigError(
-                f"target {self.name}: its {file} must hold a JSON object. Download it again."
-            )
-        return content
+        content, where = self._path(file).read_bytes(), f"{file} of target {self.name}"
+        return json_object(content, where, "Download it again.")
 
     @cached_property
     def _config(self) -> dict[str, Any]:

@@ -110,12 +110,6 @@ AVERAGED = {
 }
 
 
-def _is_v41(config: Mapping[str, Any]) -> bool:
-    """Whether SGLang serves V4.1: by the model type, or by the flag that its class reads."""
-    model_type = str(config.get("model_type") or "")
-    return model_type.startswith("deepseek_v41") or bool(config.get("hc_pre_from_prev_sublayer"))
-
-
 def target_kind(config: Mapping[str, Any]) -> TargetKind:
     """Return the entry of :data:`TARGETS` for a target's ``config.json``.
 
@@ -143,7 +137,8 @@ def target_kind(config: Mapping[str, Any]) -> TargetKind:
             "it to sglang_hyperdflash/targets/kinds.py."
         )
     fields = text_fields(config)
-    if kind is DEEPSEEK_V4 and _is_v41(fields):
+    named_v41 = str(fields.get("model_type")).startswith("deepseek_v41")
+    if kind is DEEPSEEK_V4 and (named_v41 or fields.get("hc_pre_from_prev_sublayer")):
         return DEEPSEEK_V41
     return kind
 

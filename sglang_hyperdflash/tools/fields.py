@@ -21,6 +21,19 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def json_object(content: str | bytes, where: str, advice: str) -> dict[str, Any]:
+    """Parse a JSON object; raise ``HyperDFlashConfigError`` with its place and the advice."""
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise HyperDFlashConfigError(f"{where} is not JSON: {error}. {advice}") from error
+    if not isinstance(value, dict):
+        raise HyperDFlashConfigError(
+            f"{where}: expected a JSON object, found {shown(value)}. {advice}"
+        )
+    return value
+
+
 def _known(kind: Any, keys: tuple[str | int, ...]) -> str:
     """Return the names of the fields of the section at some keys of a file."""
     for key in keys:

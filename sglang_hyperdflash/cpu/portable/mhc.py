@@ -60,13 +60,6 @@ def sinkhorn(comb: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     return comb
 
 
-def gate_logits(streams: torch.Tensor, fn: torch.Tensor, rms_eps: float) -> torch.Tensor:
-    """Return ``RMSNorm(vec(H)) @ fn.T``, ``[N, k]`` fp32, of ``[N, m, d]`` and ``[k, m*d]``."""
-    flat = streams.flatten(1).float()
-    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
-    return (flat @ fn.float().T) * inverse_rms
-
-
 class HyperConnection(nn.Module):
     """The gates of one block: how it reads the streams, and how it writes to them."""
 
@@ -82,8 +75,9 @@ class HyperConnection(nn.Module):
 
     def collapse(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the block input ``[N, d]``, ``post [N, m]`` and ``comb [N, m, m]``."""
-        m = self.m
-        logits = gate_logits(streams, self.fn, self.rms_eps)
+        m, flat = self.m, streams.flatten(1).float()
+        inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.rms_eps)
+        logits = (flat @ self.fn.float().T) * inverse_rms  # of the normed streams
         pre = torch.sigmoid(logits[:, :m] * self.scale[0] + self.base[:m]) + self.hc_eps
         post = 2 * torch.sigmoid(logits[:, m : 2 * m] * self.scale[1] + self.base[m : 2 * m])
         comb = (logits[:, 2 * m :] * self.scale[2] + self.base[2 * m :]).view(-1, m, m)

@@ -42,7 +42,7 @@ from sglang_hyperdflash.tools.provenance import CHECKOUT, provenance
 from sglang_hyperdflash.tools.server_process import Server, hyperdflash_arguments
 from sglang_hyperdflash.training.checkpoints import read_state, saved_states, step_of
 from sglang_hyperdflash.training.store.manifest import Manifest, Shard, budgeted
-from sglang_hyperdflash.training.store.stream import WindowReader
+from sglang_hyperdflash.training.store.stream import PortionReader
 
 HERE = Path(__file__).resolve().parent
 # V4's added tokens, and whose rows of the embedding and the LM head they share.
@@ -278,8 +278,8 @@ def train(walk: Walk, name: str, *, kill: bool) -> None:
     walk.together(commands, kills, look, lambda: (store / MANIFEST).is_file())
     facts, _ = read_state(saved_states(work / "stage-1")[-1], {})
     walk.checks[name] = {
-        "samples": WindowReader(store, budgeted(store), None).data.samples,
-        "windows": facts["state"]["window"],
+        "samples": PortionReader(store, budgeted(store), None).data.samples,
+        "last portion": facts["state"]["portion"],
         "steps": facts["state"]["step"],
         "MB of all states": round(sum(each.size for each in every_shard(store)) / 1e6, 1),
         "MB at once": round(most / 1e6, 1),

@@ -206,7 +206,7 @@ async def capture_shards(
         """Wait for a shard's room, in the order of the data: a training needs the first first."""
         nonlocal under_way
         async with in_order:
-            while budget and not writer.has_room(under_way + size, budget):
+            while budget and not writer.make_room(under_way + size, budget):
                 bar.set_postfix_str("waiting for the training to use what is there")
                 await asyncio.sleep(1)
             bar.set_postfix_str("")

@@ -18,10 +18,10 @@ from sglang_hyperdflash.draft.config import load_config
 from sglang_hyperdflash.targets.files import TargetFiles
 from sglang_hyperdflash.tools.ownership import MANIFEST, claim, keep_apart, location
 from sglang_hyperdflash.training.drafter import Drafter
-from sglang_hyperdflash.training.learner import POLL, Learner, Policy, served_drafter
+from sglang_hyperdflash.training.learner import Learner, Policy, served_drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget
 from sglang_hyperdflash.training.monitor import Monitor, check_reporters
-from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.process_group import POLL, ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.store.manifest import content_hash
 from sglang_hyperdflash.training.store.stream import StreamReader
@@ -69,7 +69,7 @@ def learn(
 ) -> None:
     """Learn until a signal ends the process; the store is claimed as long as ``claims`` is open."""
     files = TargetFiles(args.target)
-    _, folder = world.from_main(lambda: served_drafter(args.publish, args.draft, tqdm.write))
+    _, folder = world.on_main(lambda: served_drafter(args.publish, args.draft, tqdm.write))
     drafter = Drafter.load(folder)
     train.check_target(drafter.config, files)
     target = BorrowedTarget(files)

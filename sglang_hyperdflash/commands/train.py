@@ -27,6 +27,7 @@ from sglang_hyperdflash.targets.files import TargetFacts, TargetFiles, drafter_f
 from sglang_hyperdflash.tools.atomic import replacing, write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.ownership import MANIFEST, check, claim, keep_apart, location
+from sglang_hyperdflash.training.budgeted import BudgetTrainer
 from sglang_hyperdflash.training.cached import cached
 from sglang_hyperdflash.training.checkpoints import saved_states
 from sglang_hyperdflash.training.conversations import Loaded, load_samples
@@ -35,15 +36,14 @@ from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import BorrowedTarget, LocalTarget
 from sglang_hyperdflash.training.model_card import CARD, model_card
 from sglang_hyperdflash.training.monitor import Monitor, check_reporters
-from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.process_group import POLL, ProcessGroup
 from sglang_hyperdflash.training.recipe import Schedule, Stage, read_schedule
 from sglang_hyperdflash.training.replay import Replay, check_whole_blocks
 from sglang_hyperdflash.training.rows import LeftOut
 from sglang_hyperdflash.training.samples import OnlineFeatures, Source
-from sglang_hyperdflash.training.store.manifest import budgeted, content_hash, data_sets
+from sglang_hyperdflash.training.store.manifest import READER, budgeted, content_hash, data_sets
 from sglang_hyperdflash.training.store.reader import StoreReader
-from sglang_hyperdflash.training.store.stream import WindowReader
-from sglang_hyperdflash.training.streamed import POLL, StreamTrainer
+from sglang_hyperdflash.training.store.stream import PortionReader
 from sglang_hyperdflash.training.trainer import Trainer, best_weights
 
 OPEN_FILES = 1 << 14  # two for every open shard
@@ -92,10 +92,8 @@ def hold(schedule: Schedule, work: Path, claims: ExitStack) -> None:
     if schedule.features == "captured":
         for store in {store for stage in schedule.stage for store in stage.data}:
             if budgeted(Path(store)):  # what one run has used is gone
-                reader = Path(store) / "reader"
-                run = claim(reader, KIND, {"work": location(work)}, is_file=True)
-                claims.enter_context(run)
-                write_text(reader, location(work))  # without content it would be anyone's
+                run = {"work": location(work)}
+                claims.enter_context(claim(Path(store) / READER, KIND, run, is_file=True))
     resumed_id = check(work, KIND, settings) or "a new one"
     check(schedule.out, OUT, {"work": location(work), "run": resumed_id})
     run_id = claims.enter_context(claim(work, KIND, settings))
@@ -176,6 +174,10 @@ def train(
     held_out: dict[str, Source] = {}
     for kind, file in schedule.held_out.items():
         held_out[kind] = source((file,), kind)
+        if isinstance(held_out[kind], PortionReader):
+            raise HyperDFlashConfigError(
+                f"[held_out] {file} was captured with --budget, for one stage. Capture it without."
+            )
         check_whole_blocks(held_out[kind].samples, drafter.config.block_size, file)
     if evaluate:
         replay = Replay(drafter.to(device), target, schedule.stage[0].bf16)
@@ -189,7 +191,10 @@ def train(
         check_batch(stage.batch, world.size)
         if schedule.features == "captured" and stage.data not in sources:
             sources[stage.data] = source(stage.data, "captured")
-    check_streams(schedule, sources)
+    check_budgeted(schedule, sources)
+    for store in (s.folder for s in sources.values() if isinstance(s, PortionReader)):
+        # With content it is this run's; an empty one, of a run that was refused, binds none.
+        world.on_main(partial(write_text, store / READER, location(work)))
     best, last, recipes, raw = schedule.draft, "", [], drafter.raw
     del drafter  # 4 GB of host memory
 
@@ -202,8 +207,8 @@ def train(
             world.on_main(partial(continue_from, drafter, work / f"stage-{number - 1}"))
         recipes.append(stage.resolve(features.counts, schedule.objective))
         given = drafter, target, features, held_out, recipes[-1], folder, world
-        streamed = isinstance(features, WindowReader)
-        trainer = StreamTrainer(*given, say=say) if streamed else Trainer(*given)
+        part = isinstance(features, PortionReader)
+        trainer = BudgetTrainer(*given, say=say) if part else Trainer(*given)
         check_next_stage(trainer, work, number)
         if trainer.state["step"]:
             say(f"{title}: resumed at step {trainer.state['step']}")
@@ -221,9 +226,9 @@ def train(
         print(f"{last} ({schedule.out})")
 
 
-def check_streams(schedule: Schedule, sources: Mapping[tuple[str, ...], Source]) -> None:
+def check_budgeted(schedule: Schedule, sources: Mapping[tuple[str, ...], Source]) -> None:
     """Raise ``HyperDFlashConfigError`` for a store with a budget that stages cannot use up."""
-    for data in (data for data, source in sources.items() if isinstance(source, WindowReader)):
+    for data in (data for data, source in sources.items() if isinstance(source, PortionReader)):
         stages = [stage for stage in schedule.stage if stage.data == data]
         if len(stages) > 1 or stages[0].minutes is not None:
             raise HyperDFlashConfigError(
@@ -267,7 +272,7 @@ def open_store(folders: tuple[str, ...], window: int | None) -> StoreReader:
             f"{next(iter(limited))} was captured with --budget: expected it to be the only data of "
             f"its stage, found {len(folders)} stores."
         )
-    return WindowReader(folders[0], limited[folders[0]], window)
+    return PortionReader(folders[0], limited[folders[0]], window)
 
 
 def load_all(schedule: Schedule, left_out: LeftOut) -> dict[tuple[str, ...], Loaded]:

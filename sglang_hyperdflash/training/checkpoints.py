@@ -60,7 +60,6 @@ def read_state(
         with warnings.catch_warnings(action="ignore"):  # that a single process is meant
             reader = dcp.FileSystemReader(path)
             metadata = reader.read_metadata()
-            _check_crc(path, list(metadata.storage_data.values())[share[0] :: share[1]])
             if into is None:
                 entries = metadata.state_dict_metadata.items()
                 into = {
@@ -69,6 +68,8 @@ def read_state(
                     if name.startswith(begin) and name != FACTS
                 }
             state = {**into, FACTS: ""}
+            stored = [e for index, e in metadata.storage_data.items() if index.fqn in state]
+            _check_crc(path, stored[share[0] :: share[1]])
             planner = dcp.DefaultLoadPlanner(
                 flatten_state_dict=False, flatten_sharded_tensors=False
             )

@@ -18,7 +18,7 @@ from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, write_drafter
 from sglang_hyperdflash.training.judge import LEAST, Comparison, compare, is_better
-from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.process_group import POLL, ProcessGroup
 from sglang_hyperdflash.training.recipe import Policy, Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import generator_seed
@@ -29,7 +29,6 @@ from sglang_hyperdflash.training.trainer import Report, Trainer
 MEMORY = 500
 # Batches of samples that must be there before the first step.
 START = 4
-POLL = 2.0  # seconds
 
 
 def by_age(stream: StreamReader, chosen: torch.Tensor, newest: int) -> tuple[torch.Tensor, ...]:
@@ -171,7 +170,7 @@ class Learner(Trainer):
 
     def _record(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         record = super()._record(reports) | {"samples": self.train.written}
-        number, folder = self.world.from_main(
+        number, folder = self.world.on_main(
             lambda: served_drafter(self.published, self.draft, self.say)
         )
         served = Replay(Drafter.load(folder).to(self.device), self.target, self.recipe.bf16)
@@ -206,7 +205,7 @@ class Learner(Trainer):
             write_drafter(self.folder / "candidate", self.drafter.raw, served)
             return publish(out, self.folder / "candidate")
 
-        number = self.world.from_main(publish_better)
+        number = self.world.on_main(publish_better)
         record |= {} if number is None else {"published": number}
         self.records.append(record)
         records = list(self.records)

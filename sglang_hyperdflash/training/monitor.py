@@ -19,7 +19,8 @@ from sglang_hyperdflash.tools.ownership import MANIFEST
 
 
 class Monitor:
-    """Called after every step; a context manager. Only the main process shows and writes.
+    """Called with every step's report, when the next step has begun; a context manager. Only the
+    main process shows and writes.
 
     The bar gives loss, accuracy of the first and of all drafted positions, answer tokens per
     second and the simulated tau of the last checkpoint, once there is one.
@@ -73,7 +74,7 @@ class Monitor:
         scalars["train/answer_tokens_per_second"] = rate
         scalars["train/gradient_norm"] = report["gradient_norm"]
         scalars |= {f"seconds/{part}": spent for part, spent in report["parts"].items()}
-        scalars["train/learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
+        scalars["train/learning_rate"] = report["lr"]
         for reporter in self.reporters:
             reporter.log(scalars, step)
 

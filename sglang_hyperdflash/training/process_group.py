@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sglang_hyperdflash.tools.errors import HyperDFlashError
 
 T = TypeVar("T")
+POLL = 2.0  # seconds between two looks for what other programs write
 
 
 @contextmanager
@@ -73,43 +74,30 @@ class ProcessGroup:
             return module
         # It also keeps DDP from changing its buckets after the first step, and with them the order
         # of sums: a resumed run has the weights of one that was never killed.
-        options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
-        options["broadcast_buffers"] = False
+        fixed = {"find_unused_parameters": True, "broadcast_buffers": False}
         with _together():
-            return DistributedDataParallel(module, **options)
+            return DistributedDataParallel(module, gradient_as_bucket_view=True, **fixed)
 
-    def on_main(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on the main process while the others wait.
+    def on_main(self, make: Callable[[], T]) -> T:
+        """What ``make`` gives on the main process, on all; the others wait for it.
 
         Raises:
             What it raises, on the main process. SystemExit: of code 2, on the others.
         """
-        failed = [False]
+        sent: list[Any] = [None, False]
         try:
             if self.is_main:
-                action()
+                sent[0] = make()
         except BaseException:
-            failed = [True]
+            sent[1] = True
             raise
         finally:
             if self.size > 1:
                 with _together():
-                    dist.broadcast_object_list(failed, src=0)
-        if failed[0]:
+                    dist.broadcast_object_list(sent, src=0)
+        if sent[1]:
             raise SystemExit(2)
-
-    def from_main(self, make: Callable[[], T]) -> T:
-        """What ``make`` gives on the main process, on all; raises as :meth:`on_main`."""
-        made: list[T | None] = [None]
-
-        def keep() -> None:
-            made[0] = make()
-
-        self.on_main(keep)
-        if self.size > 1:
-            with _together():
-                dist.broadcast_object_list(made, src=0)
-        return made[0]
+        return sent[0]
 
     def close(self) -> None:
         """Leave the process group, if there is one; silently, if it lost a process."""

@@ -26,7 +26,8 @@ Count = Annotated[int, Field(ge=1)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 # A run may be made longer and go on; all else of a stage must stay.
-LENGTHS = ("steps", "minutes", "epochs", "every", "keep")
+LENGTHS = ("steps", "minutes", "epochs")
+MAY_CHANGE = (*LENGTHS, "every", "keep")
 
 
 @dataclass(frozen=True, kw_only=True, config=CLOSED)
@@ -156,7 +157,7 @@ class Policy:
     passes: int = 20
 
 
-def passed(counts: Sequence[int], weights: Sequence[float] = ()) -> int:
+def pass_samples(counts: Sequence[int], weights: Sequence[float] = ()) -> int:
     """Samples of a pass over sources of so many, each taken as often as its weight says."""
     if not weights:
         return sum(counts)
@@ -179,7 +180,7 @@ class Stage(_Fields):
         Raises:
             HyperDFlashConfigError: a pass takes none of them.
         """
-        if not (samples := passed(counts, self.weights)):
+        if not (samples := pass_samples(counts, self.weights)):
             raise HyperDFlashConfigError(
                 f"a pass over {', '.join(self.data)} takes no sample: raise its weights."
             )
@@ -191,7 +192,7 @@ class Stage(_Fields):
     def settings(self) -> dict[str, Any]:
         """What must not change between two runs of this stage, its data aside."""
         given = dataclasses.asdict(self)
-        return {name: given[name] for name in given if name not in (*LENGTHS, "data")}
+        return {name: given[name] for name in given if name not in (*MAY_CHANGE, "data")}
 
 
 @dataclass(frozen=True, kw_only=True, config=CLOSED)
@@ -249,8 +250,8 @@ def _change(raw: dict[str, Any], change: str) -> None:
             f"--set {change}: expected NAME=VALUE, NAME as in objective.mix=0.5 or stage.0.lr=1e-4 "
             "with a number of a stage in the file, from 0."
         ) from error
-    if field in LENGTHS[:3]:  # a stage has one length
-        for other in LENGTHS[:3]:
+    if field in LENGTHS:  # a stage has one length
+        for other in LENGTHS:
             place.pop(other, None)
     place[field] = value
 
@@ -277,7 +278,7 @@ def read_schedule(path: Path, changes: Sequence[str] = ()) -> Schedule:
         _change(raw, change)
     file = checked(raw, Schedule, str(path))
     for number, stage in enumerate(file.stage, 1):
-        lengths = [name for name in LENGTHS[:3] if getattr(stage, name) is not None]
+        lengths = [name for name in LENGTHS if getattr(stage, name) is not None]
         if len(lengths) != 1:
             raise HyperDFlashConfigError(
                 f"{path}: stage {number} needs exactly one of epochs, steps or minutes; found "

@@ -9,14 +9,14 @@ from typing import Protocol, Self
 
 import torch
 
-from sglang_hyperdflash.training.recipe import passed
+from sglang_hyperdflash.training.recipe import pass_samples
 
 # The largest 64-bit prime: torch generators take 64 bits.
 SEEDS = 2**64 - 59
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same on another device, for which no host waits that computes what comes next."""
+    """A copy on ``device``, for which the host does not wait."""
     if device.type == "cuda" and torch.cuda.is_available() and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -143,8 +143,8 @@ def generator_seed(number: int) -> int:
 class Passes:
     """The samples of every step: passes over the data, each in its own order.
 
-    A step's samples depend on its number and the seed alone: batches of samples of one length would
-    each hold one kind of text, and cost accept length.
+    A step's samples depend on its number and the seed alone. Batches mix lengths: those of one
+    length would each hold one kind of text, and cost accept length.
 
     Args:
         counts: samples of every source, which come one after another.
@@ -163,7 +163,7 @@ class Passes:
     ) -> None:
         self.counts, self.batch_size, self.seed, self.first = counts, batch, seed, first
         self.weights = weights or [1.0] * len(counts)
-        self.count = passed(counts, weights)
+        self.count = pass_samples(counts, weights)
         self._order = lru_cache(2)(self._drawn)
 
     def batch(self, step: int) -> list[int]:
@@ -197,32 +197,6 @@ def collate(samples: Sequence[Sample]) -> Rows:
         for start, end in sample.spans:
             loss_mask[row, start:end] = True
     return Rows(tokens, loss_mask)
-
-
-class FeatureCache(InMemory):
-    """The target's states of every sample, computed once and kept in memory.
-
-    Stored in ``dtype`` (bf16 by default): ``(m + len(layer_ids)) * d`` numbers a token.
-    """
-
-    def __init__(
-        self,
-        target,
-        samples: list[Sample],
-        *,
-        batch: int = 32,
-        dtype: torch.dtype = torch.bfloat16,
-        layer_ids: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(samples)
-        self._kept: list[tuple[torch.Tensor, ...]] = [()] * len(samples)
-        for i, *states in computed(target, samples, batch, layer_ids, dtype):
-            self._kept[i] = tuple(rows.clone() for rows in states)
-
-    def states(self, indices: list[int]) -> States:
-        """See :class:`Source`."""
-        parts = zip(*(self._kept[i] for i in indices), strict=True)
-        return States(*(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in parts))
 
 
 def computed(

@@ -70,11 +70,12 @@ class Report:
     Times are a GPU's own where there is one.
 
     Attributes:
-        step: the number of the step, from 0. seconds: of the step. tokens: answer tokens.
+        step: the number of the step, from 0. seconds: of the step. tokens: answer tokens. lr: the
+            learning rate.
     """
 
     def __init__(self, step: int, device: torch.device) -> None:
-        self.step, self.seconds, self.tokens = step, 0.0, 0
+        self.step, self.seconds, self.tokens, self.lr = step, 0.0, 0, 0.0
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
         self.mark("")
@@ -145,7 +146,8 @@ class Trainer:
         # The best one's record; the checkpoint of its step is kept.
         self.best = NO_BEST
         self.passes = Passes(train.counts, recipe.batch, recipe.seed, recipe.weights)
-        self.horizon = sys.maxsize  # the step before which all samples are there
+        # The step before which all samples are there.
+        self.horizon = recipe.steps or sys.maxsize
         self.factors = moved(torch.tensor(self.objective.factors), self.device)
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(folder, self.world, recipe.keep)
@@ -208,6 +210,7 @@ class Trainer:
         for number, (ids, rows, blocks) in enumerate(parts):
             if number:
                 self._agreed()
+            report.mark("processes")
             if self.stopping:
                 return None
             self._prefetch(report.step, number)
@@ -258,8 +261,9 @@ class Trainer:
         """
         started, step = time.monotonic(), self.state["step"]
         report = Report(step, self.device)
+        report.lr = self.learning_rate()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate() * group.get("factor", 1.0)
+            group["lr"] = report.lr * group.get("factor", 1.0)
         self.optimizer.zero_grad(set_to_none=False)  # they lie in DDP's buckets
         totals = self.accumulate(report)
         if totals is None:
@@ -271,6 +275,7 @@ class Trainer:
         report.mark("optimizer")
         report.close(torch.cat([totals, norm.reshape(1)]))
         self.state["step"] += 1
+        self._keep_late()  # so that the time counts what a GPU does: one step late
         (spent,) = self._agreed(time.monotonic() - started)
         report.seconds = spent / self.world.size
         self.state["seconds"] += report.seconds
@@ -294,7 +299,7 @@ class Trainer:
         report = {"step": late.step, "loss": sum(x * factor for x, factor in factors), "ce": ce}
         report |= {term: distance, "own": own, "hits": counts[:drafts], "rows": counts[drafts:]}
         report |= {"gradient_norm": norm, "seconds": late.seconds, "tokens": late.tokens}
-        report["parts"] = parts
+        report |= {"lr": late.lr, "parts": parts}
         self.reports.append(report)
         return report
 
@@ -346,9 +351,8 @@ class Trainer:
             if done or self.stopping:
                 return
             self.before_step()
-            report = None if self.stopping else self.step()
-            self._keep_late()
-            self._late = report
+            if not self.stopping and (report := self.step()) is not None:
+                self._late = report
 
     def before_step(self) -> None:
         """What all processes do before a step; nothing, unless a subclass does something."""
@@ -404,7 +408,7 @@ class Trainer:
         return record | {"held_out": found, "tau": None} | means | {"score": score}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Of a checkpoint."""
+        """What a checkpoint holds, by name: the weights and AdamW's moments."""
         tensors = {f"drafter.{name}": x for name, x in self.drafter.state_dict().items()}
         for name, parameter in self.drafter.named_parameters():
             for kind, moment in self.optimizer.state.get(parameter, {}).items():

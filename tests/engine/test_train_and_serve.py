@@ -13,13 +13,14 @@ from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.samples import FeatureCache, Sample, States, collate
+from sglang_hyperdflash.training.samples import Sample, States, collate
 from sglang_hyperdflash.training.trainer import Trainer
 from tests.conftest import EXAMPLE
 from tests.engine import probes
 from tests.engine.asking import UNPROCESSED, assert_cases
 from tests.engine.conftest import FP32, chat_ids, greedy, greedy_all, ids, probed
 from tests.engine.drafters import assert_varied, rescale_folder, with_head
+from tests.unit.training.conftest import FeatureCache
 from tests.unit.triton_ops.test_copies import searched
 
 pytestmark = pytest.mark.xdist_group("pair")

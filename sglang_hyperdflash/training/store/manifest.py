@@ -21,8 +21,9 @@ from sglang_hyperdflash.training.samples import Sample
 
 KIND = "hyperdflash store"
 MANIFESTS, SHARDS, VERIFIED = "manifests", "shards", "verified"
-# Of a data set with a budget, the position before which a training needs no sample any more.
-USED = "used.json"
+# Of a store with a budget: the one run that trains on it, and how far it has used the data set: by
+# digest, one past the last sample that it needs no more.
+READER, USED = "reader", "used.json"
 REPEAT = "Run the same command again that wrote it: only this shard is repeated."
 
 
@@ -97,21 +98,26 @@ class Shard:
 
     @property
     def kept(self) -> list[tuple[int, list[Sequence[int]]]]:
-        """Tokens and spans of every sample with finite states."""
+        """Length in tokens, and spans, of every sample with finite states."""
         return [one for one in zip(self.lengths, self.spans, strict=True) if one[0]]
 
     def untouched(self, folder: Path) -> bool:
         """Whether the file has the size and time that it was written with."""
-        try:
-            found = (folder / SHARDS / self.file).stat()
-        except OSError:
-            return False
-        return (found.st_size, found.st_mtime_ns) == (self.size, self.modified)
+        return as_written(folder / SHARDS / self.file, self.size, self.modified)
 
     def intact(self, folder: Path) -> bool:
         """Whether the file is as it was written; hashed only where size or time differ."""
         path = folder / SHARDS / self.file
         return self.untouched(folder) or (path.is_file() and file_hash(path) == self.sha256)
+
+
+def as_written(path: Path, size: int, modified: int) -> bool:
+    """Whether a file has a size and a time in ns, within a second: file systems round times."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_size == size and abs(status.st_mtime_ns - modified) < 10**9
 
 
 class Manifest:
@@ -159,7 +165,7 @@ class Manifest:
         """Take a shard out."""
         shard = self.shards.pop(start)
         if self.data is not None:
-            self.used.append(replace(shard, spans=[]))
+            self.used.append(replace(shard, spans=[]))  # nobody asks for these any more
 
     @classmethod
     def read(cls, path: Path) -> Manifest:

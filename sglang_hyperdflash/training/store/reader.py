@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
@@ -21,6 +21,7 @@ from sglang_hyperdflash.training.store.manifest import (
     SHARDS,
     VERIFIED,
     Shard,
+    as_written,
     read_identity,
     read_shards,
 )
@@ -68,9 +69,6 @@ class StoredSamples(Sequence):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         return StoredSample(self._reader, index % len(self))
-
-    def __iter__(self) -> Iterator[StoredSample]:
-        return (StoredSample(self._reader, i) for i in range(len(self)))
 
 
 class StoreReader:
@@ -237,14 +235,12 @@ def verify(path: Path, sha256: str, written: tuple[int, int]) -> None:
     Raises:
         HyperDFlashConfigError: it differs, or the file is missing.
     """
+    if as_written(path, *written):
+        return
     stamp = path.parent.parent / VERIFIED / path.name
     try:
         status = path.stat()
         text = f"{sha256} {status.st_size} {status.st_mtime_ns}\n"
-        # File systems round times.
-        near = abs(status.st_mtime_ns - written[1]) < 10**9
-        if status.st_size == written[0] and near:
-            return
         if stamp.is_file() and stamp.read_text() == text:
             return
         right = file_hash(path) == sha256

@@ -50,8 +50,8 @@ class Growing(StoreReader):
             del self._open[path]  # would keep its bytes on the disk
 
 
-class WindowReader(Growing):
-    """A data set of which the store holds a part at a time: a window of consecutive shards.
+class PortionReader(Growing):
+    """A data set of which the store holds a portion of consecutive shards at a time.
 
     Args:
         window: of the drafter, as of a :class:`StoreReader`.
@@ -66,7 +66,7 @@ class WindowReader(Growing):
         self.counts = [data.samples]
 
     def show(self, start: int, world: ProcessGroup) -> int | None:
-        """Show the window that begins at a position of the data set, to all processes.
+        """Show the portion that begins at a position of the data set, to all processes.
 
         It fills half of the budget, so that the next one can be captured meanwhile.
 
@@ -76,13 +76,13 @@ class WindowReader(Growing):
         Raises:
             HyperDFlashConfigError: its shards were used and removed.
         """
-        shards = world.from_main(lambda: self._window(start))
+        shards = world.on_main(lambda: self._portion(start))
         if shards is None:
             return None
         self._show(shards)
         return shards[-1].end
 
-    def _window(self, start: int) -> list[Shard] | None:
+    def _portion(self, start: int) -> list[Shard] | None:
         every = self._read_on()
         there = {s.start: s for each in every for s in each.shards.values()}
         chosen, end, room = [], start, self.data.budget // 2
@@ -138,7 +138,7 @@ class StreamReader(Growing):
 
     def refresh(self, world: ProcessGroup) -> None:
         """Show the store as it is now, the same to all processes; indices change."""
-        shards, flags, self.written = world.from_main(self._listing)
+        shards, flags, self.written = world.on_main(self._listing)
         self._show(shards)
         self.held_out = torch.tensor(flags, dtype=torch.bool)
         self.unreadable.clear()  # a shard may have been unreadable for a while

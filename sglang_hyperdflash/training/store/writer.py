@@ -87,15 +87,17 @@ class StoreWriter:
         Raises:
             HyperDFlashConfigError: it began another one, or another writer cuts this one otherwise.
         """
-        for found in (self._own, *manifests(self.folder)):
-            known = found.data
-            own = found.path == self._own.path
-            if known not in (None, data) and (own or known.digest == data.digest):
+        for manifest in manifests(self.folder):
+            known, same = manifest.data, manifest.path == self._own.path
+            if known not in (None, data) and (same or known.digest == data.digest):
+                now = vars(data).items()
+                changed = [
+                    f"{k} was {vars(known)[k]}, now {v}" for k, v in now if vars(known)[k] != v
+                ]
                 raise HyperDFlashConfigError(
-                    f"{found.path}: expected the manifest of {data.samples} samples in shards of "
-                    f"{data.shard_bytes} bytes, found {known.samples} in shards of "
-                    f"{known.shard_bytes}, or other ones. Repeat with the data and --shard-mib of "
-                    "before, or give another store."
+                    f"{manifest.path} is of another data set, or of the same one cut otherwise: "
+                    f"{'; '.join(changed)}. Repeat with the data and the options of before, or "
+                    "give another store."
                 )
         if self._own.data is None:
             self._lines.append({"data": vars(data)})
@@ -188,8 +190,8 @@ class StoreWriter:
             if file.rpartition("-")[0] == self.name:
                 self._unlink(file)
 
-    def has_room(self, size: int, budget: int) -> bool:
-        """Whether ``size`` more bytes fit, when what the training has used is removed.
+    def make_room(self, size: int, budget: int) -> bool:
+        """Remove the shards that the training has used; return whether ``size`` more bytes fit.
 
         Raises:
             WriteFailed: the manifest cannot be written.

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_hyperdflash.training.local_target import LocalTarget
-from sglang_hyperdflash.training.samples import Sample
+from sglang_hyperdflash.training.samples import InMemory, Sample, States, computed
 
 
 @pytest.fixture(scope="package")
@@ -32,3 +32,29 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.most = max(self.most, tensor.numel())
         return result
+
+
+class FeatureCache(InMemory):
+    """The target's states of every sample, computed once and kept in memory.
+
+    Stored in ``dtype`` (bf16 by default): ``(m + len(layer_ids)) * d`` numbers a token.
+    """
+
+    def __init__(
+        self,
+        target,
+        samples: list[Sample],
+        *,
+        batch: int = 32,
+        dtype: torch.dtype = torch.bfloat16,
+        layer_ids: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(samples)
+        self._kept: list[tuple[torch.Tensor, ...]] = [()] * len(samples)
+        for i, *states in computed(target, samples, batch, layer_ids, dtype):
+            self._kept[i] = tuple(rows.clone() for rows in states)
+
+    def states(self, indices: list[int]) -> States:
+        """See :class:`Source`."""
+        parts = zip(*(self._kept[i] for i in indices), strict=True)
+        return States(*(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in parts))

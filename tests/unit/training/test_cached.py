@@ -13,7 +13,8 @@ from sglang_hyperdflash.training import cached as cached_module
 from sglang_hyperdflash.training.cached import cached
 from sglang_hyperdflash.training.local_target import LocalTarget
 from sglang_hyperdflash.training.process_group import ProcessGroup
-from sglang_hyperdflash.training.samples import FeatureCache, Sample
+from sglang_hyperdflash.training.samples import Sample
+from tests.unit.training.conftest import FeatureCache
 from tests.waiting import PATIENCE
 
 SAMPLES = [Sample.continuation([5, 9, 7, 11, 4, 8, 6][:n], 2) for n in (7, 3, 5, 7)]

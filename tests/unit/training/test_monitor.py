@@ -20,7 +20,6 @@ def trainer_at(folder, step: int = 0, main: bool = True):
     trainer = SimpleNamespace(folder=folder, records=[], losses=("loss", "ce"))
     trainer.recipe, trainer.state = Recipe(steps=5), {"step": step}
     trainer.world = SimpleNamespace(is_main=main)
-    trainer.optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
     trainer.measured = lambda: Trainer.measured(trainer)
     return trainer
 
@@ -31,7 +30,7 @@ def monitored(trainer, losses: dict[int, float], report_to=("tensorboard",)) -> 
     with Monitor(trainer, "stage 1", report_to) as monitor:
         for step, loss in losses.items():
             trainer.state["step"] = step
-            report = {"step": step - 1, "loss": loss, "ce": loss, "gradient_norm": 0.25}
+            report = {"step": step - 1, "loss": loss, "ce": loss, "gradient_norm": 0.25, "lr": 0.5}
             monitor(trainer, report | counts)
             held_out = {"own": {"tau": 1.5 * step, "position_acceptance": [0.5]}}
             trainer.records.append({"step": step, "tau": 1.25 * step, "held_out": held_out})

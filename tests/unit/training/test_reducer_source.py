@@ -7,10 +7,10 @@ from sglang_hyperdflash.draft.reducer import reducer_source
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.recipe import Recipe
-from sglang_hyperdflash.training.samples import FeatureCache, OnlineFeatures, States
+from sglang_hyperdflash.training.samples import OnlineFeatures, States
 from sglang_hyperdflash.training.trainer import Trainer
 from tests.transformers_target import TransformersTarget
-from tests.unit.training.conftest import answers
+from tests.unit.training.conftest import FeatureCache, answers
 from tests.unit.training.streams import new_drafter
 
 LAYERS = (1, 3)

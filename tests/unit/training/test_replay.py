@@ -12,8 +12,8 @@ from sglang_hyperdflash.training import replay as replay_module
 from sglang_hyperdflash.training.anchors import dense_mask, visible
 from sglang_hyperdflash.training.drafter import attend
 from sglang_hyperdflash.training.replay import Replay
-from sglang_hyperdflash.training.samples import FeatureCache, Sample, States, collate
-from tests.unit.training.conftest import LargestTensor, answers
+from sglang_hyperdflash.training.samples import Sample, States, collate
+from tests.unit.training.conftest import FeatureCache, LargestTensor, answers
 from tests.unit.training.streams import random_drafter
 
 

@@ -25,10 +25,10 @@ from sglang_hyperdflash.training.drafter import Drafter
 from sglang_hyperdflash.training.objective import Blocks, Objective
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
-from sglang_hyperdflash.training.samples import FeatureCache, Passes, collate, generator_seed
+from sglang_hyperdflash.training.samples import Passes, collate, generator_seed
 from sglang_hyperdflash.training.trainer import Trainer, best_weights
 from tests.unit.commands.builders import SAMPLE, small, write_rows
-from tests.unit.training.conftest import answers
+from tests.unit.training.conftest import FeatureCache, answers
 from tests.unit.training.streams import new_drafter, random_drafter
 from tests.waiting import PATIENCE
 

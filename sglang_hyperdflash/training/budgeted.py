@@ -1,4 +1,4 @@
-"""Training on what engines capture now: a window of the data set at a time, then the next."""
+"""Training on what engines capture now: a portion of the data set at a time, then the next."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from tqdm import tqdm
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.checkpoints import read_state
-from sglang_hyperdflash.training.learner import POLL
+from sglang_hyperdflash.training.process_group import POLL
 from sglang_hyperdflash.training.samples import Passes
 from sglang_hyperdflash.training.store.manifest import USED
-from sglang_hyperdflash.training.store.stream import WindowReader
+from sglang_hyperdflash.training.store.stream import PortionReader
 from sglang_hyperdflash.training.trainer import Trainer
 
 
-class StreamTrainer(Trainer):
-    """A :class:`Trainer` whose ``train`` is a :class:`WindowReader`.
+class BudgetTrainer(Trainer):
+    """A :class:`Trainer` whose ``train`` is a :class:`PortionReader`.
 
-    All passes are over one window before the next: windows, batches and steps follow from the data
-    set and its store's budget, so a run that is killed and resumed ends as an undisturbed one. What
-    a window needed is given up only when a checkpoint after it is whole.
+    All passes are over one portion before the next: portions, batches and steps follow from the
+    data set and its store's budget, so a run that is killed and resumed ends as an undisturbed one.
+    A portion is given up only when a checkpoint after it is whole.
 
     Raises:
         HyperDFlashConfigError: the stage has another length than before.
     """
 
-    train: WindowReader
+    train: PortionReader
 
     def __init__(self, *given: Any, say: Callable[[str], None] = tqdm.write, **named: Any) -> None:
         self._shown: list[int] | None = None
         self._say = say
         super().__init__(*given, **named)
-        self.state.setdefault("window", [0, 0])
+        self.state.setdefault("portion", [0, 0])
         if self.state.setdefault("steps", self.recipe.steps) != self.recipe.steps:
             raise HyperDFlashConfigError(
                 f"{self.folder}: expected {self.state['steps']} steps, with which it began, found "
@@ -50,14 +50,15 @@ class StreamTrainer(Trainer):
         return math.ceil(self.recipe.steps * share)
 
     def before_step(self) -> None:
-        """Show the window that the next step needs; wait for it where it is not captured yet."""
-        start, end = self.state["window"]
+        """Show the portion that the next step needs; wait for it where it is not captured yet."""
+        start, end = self.state["portion"]
         if end and self.state["step"] >= self._step_at(end):
             self._keep_late()
             self._save_state()
             self.checkpoints.wait()
+            path = self.folder / f"state-{self.state['step']}"
             share = self.world.rank, self.world.size
-            read_state(self.checkpoints.saved[-1], {}, share=share)  # is it whole?
+            read_state(path, self._tensors(), share=share)  # is it whole?
             self._agreed()  # everyone's share is
             used = {self.train.data.digest: end}
             self.world.on_main(lambda: write_json(self.train.folder / USED, used))
@@ -76,7 +77,7 @@ class StreamTrainer(Trainer):
             if self.stopping:
                 return
             time.sleep(POLL)
-        self.state["window"] = self._shown = [start, end]
+        self.state["portion"] = self._shown = [start, end]
         self._shares.cache_clear()
         seed, first = self.recipe.seed + start, self._step_at(start)
         self.passes = Passes(self.train.counts, self.recipe.batch, seed, first=first)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training import streamed
+from sglang_hyperdflash.training import budgeted as budgeted_module
+from sglang_hyperdflash.training.budgeted import BudgetTrainer
 from sglang_hyperdflash.training.cached import identity_of
 from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.store.manifest import Data, budgeted, content_hash, data_digest
-from sglang_hyperdflash.training.store.stream import WindowReader
+from sglang_hyperdflash.training.store.stream import PortionReader
 from sglang_hyperdflash.training.store.writer import bytes_of, open_writer, shard_ranges
-from sglang_hyperdflash.training.streamed import StreamTrainer
 from tests.unit.training import streams
 from tests.waiting import until
 
@@ -31,7 +31,7 @@ RECIPE = Recipe(
 @pytest.fixture(scope="module", autouse=True)
 def _no_pauses():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streamed, "POLL", 0.01)
+        patch.setattr(budgeted_module, "POLL", 0.01)
         yield
 
 
@@ -60,7 +60,7 @@ class Capture:
             writer.begin(self.data)
             for start, end in writer.missing(self.ranges)[: self.shards]:
                 size = sum(bytes_of(sample, self.identity) for sample in self.samples[start:end])
-                while not writer.has_room(size, self.data.budget // self.parts):
+                while not writer.make_room(size, self.data.budget // self.parts):
                     if self.stop.wait(0.01):
                         return
                 rows = [(states,) for states in self.states[start:end]]
@@ -80,10 +80,10 @@ class Capture:
 
 def new_trainer(
     target, store: Path, folder: Path, say=lambda _line: None, **changes
-) -> StreamTrainer:
-    reader, recipe = WindowReader(store, budgeted(store), None), replace(RECIPE, **changes)
+) -> BudgetTrainer:
+    reader, recipe = PortionReader(store, budgeted(store), None), replace(RECIPE, **changes)
     given = streams.new_drafter(target), target, reader, {}, recipe, folder, ProcessGroup()
-    return StreamTrainer(*given, say=say)
+    return BudgetTrainer(*given, say=say)
 
 
 def weights(trainer) -> torch.Tensor:

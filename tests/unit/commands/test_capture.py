@@ -5,7 +5,7 @@ import gc
 import re
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -25,8 +25,15 @@ from sglang_hyperdflash.serving.capture_rows import (
     write_prefill_residual,
 )
 from sglang_hyperdflash.targets.loaded import CAPTURE_FOLDER
+from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashError, ServerFailed
-from sglang_hyperdflash.training.store.manifest import read_identity
+from sglang_hyperdflash.training.store.manifest import (
+    USED,
+    Manifest,
+    budgeted,
+    data_sets,
+    read_identity,
+)
 from sglang_hyperdflash.training.store.reader import StoreReader
 from sglang_hyperdflash.training.store.writer import StoreWriter
 from tests.unit.commands.builders import rows_of, write_rows
@@ -305,3 +312,46 @@ def test_a_window_stores_the_end_of_what_is_stored_without_it(tmp_path, command,
         assert torch.equal(cut.states([i]).residual[0], rows)
     assert main([*command(*chats, ONE, out="cut"), *SHARDED, "--window", "8"]) == 2
     assert "window" in capsys.readouterr().err
+
+
+def test_a_store_begins_without_an_engine(command, engine, monkeypatch, refused):
+    """A training looks for it at its start; the capture comes later."""
+    line = [*command(*LONG), *SHARDED, "--budget", "0.05"]
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "start_server", None)
+        assert main([*line, "--begin"]) == 0
+    store = Path(line[line.index("--out") + 1])
+    assert budgeted(store).samples == len(LONG) and not list((store / "shards").glob("*"))
+    assert "budget was" in refused(*line[:-1], "0.06")
+    assert main(line) == 0
+    assert len(list((store / "shards").iterdir())) == len(LONG)
+
+
+def test_a_budget_that_holds_no_four_shards_is_refused(command, refused):
+    assert "--budget" in refused(*command(*LONG), *SHARDED, "--budget", "0.001")
+
+
+def test_a_capture_waits_until_a_training_has_used_what_is_there(command, engine, tmp_path):
+    """In the order of the data, and with what it has given up removed."""
+    line = [*command(*LONG), *SHARDED, "--concurrency", "4", "--budget", "0.011"]
+    store, most = tmp_path / "out", []
+    running = threading.Thread(target=lambda: most.append(main(line)), daemon=True)
+    running.start()
+    held = lambda: sorted((store / "shards").glob("*.safetensors"))  # noqa: E731
+    digest = None
+    while running.is_alive():
+        sizes = []
+        for path in held():
+            with suppress(FileNotFoundError):
+                sizes.append(path.stat().st_size)
+        assert sum(sizes) <= 0.0111 * 2**30  # and headers
+        if digest is None and (store / "manifests").is_dir() and data_sets(store):
+            digest = data_sets(store)[0].digest
+        shards = Manifest.read(store / "manifests" / "capture-1-of-1.jsonl") if digest else None
+        if shards and shards.shards:  # all but the last one are used
+            write_json(store / USED, {digest: max(shards.shards)})
+        running.join(0.05)
+    assert most == [0] and len(held()) < len(LONG)
+    every = Manifest.read(store / "manifests" / "capture-1-of-1.jsonl")
+    starts = [shard.start for shard in (*every.used, *every.shards.values())]
+    assert sorted(starts) == list(range(len(LONG)))

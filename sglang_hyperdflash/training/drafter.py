@@ -183,7 +183,8 @@ def attend(q, k, v, mask: torch.Tensor | BlockMask) -> torch.Tensor:
     ``anchors.block_mask``.
     """
     if isinstance(mask, BlockMask):
-        flex = flex_attention if q.device.type == "cpu" else compiled_flex()
+        plain = q.device.type == "cpu" or torch.compiler.is_compiling()  # of the whole layer
+        flex = flex_attention if plain else compiled_flex()
         return flex(q, k, v, block_mask=mask, enable_gqa=True)
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)

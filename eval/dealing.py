@@ -15,7 +15,7 @@ from sglang_hyperdflash.targets.files import load_tokenizer
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.provenance import provenance
 from sglang_hyperdflash.training.conversations import load_samples
-from sglang_hyperdflash.training.deal import deal
+from sglang_hyperdflash.training.deal import deal, sample_rows
 from sglang_hyperdflash.training.samples import InMemory, Passes
 
 BLOCK, ANCHORS, STEPS = 7, 512, 60
@@ -35,8 +35,10 @@ def cell(source: InMemory, world: int, batch: int, micro: int) -> dict[str, list
     passes, sums = Passes(source.counts, batch, seed=0), torch.zeros(2, 5, dtype=torch.double)
     for step in range(STEPS):
         chosen = passes.batch(step)
-        tokens, blocks = source.lengths[chosen], source.answers[chosen].clamp(max=ANCHORS)
-        rows = tokens + BLOCK * blocks
+        tokens, answers = source.lengths[chosen], source.answers[chosen]
+        sizes = zip(tokens.tolist(), answers.tolist(), strict=True)
+        rows = torch.tensor([sample_rows(*size, ANCHORS, BLOCK) for size in sizes])
+        blocks = answers.clamp(max=ANCHORS)
         ways = partial(deal, rows.tolist()), partial(before, tokens.tolist())
         for number, way in enumerate(ways):
             padded, loads = 0, torch.zeros(world)

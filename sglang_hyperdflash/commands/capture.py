@@ -139,23 +139,24 @@ def _capture(
         return len(samples)
     if missing:
         missing = {each: size_of[each] for each in missing}
-        room = max(budget // parts - writer.size, 0) if budget else math.inf
+        budget = budget and budget // parts
+        room = max(budget - writer.size, 0) if budget else math.inf
         check_space(args.out, min(sum(missing.values()), room))
         # Local: rows that are read and removed within seconds need not reach a shared disk.
         with TemporaryDirectory(prefix="hyperdflash-", ignore_cleanup_errors=True) as scratch:
-            _with_server(arguments, Path(scratch), args, loaded, samples, missing, writer)
+            given = args, loaded, samples, missing, writer, budget
+            _with_server(arguments, Path(scratch), *given)
     count = sum(end - start for start, end in ranges) - len(writer.left_out)
     print(f"{count} samples in {shards} ({args.out})")
     return count
 
 
-def _with_server(arguments, scratch: Path, args, loaded, samples, missing, writer) -> None:
+def _with_server(arguments, scratch: Path, args, loaded, samples, missing, writer, budget) -> None:
     environment = {CAPTURE_FOLDER: str(scratch.resolve())}
     arguments = arguments | FIXED_ARGUMENTS
     with start_server(arguments, verbose=args.verbose, environment=environment) as server:
         check_fits(loaded, int(server_info(server.url)["max_req_input_len"]))
         pool = Pool({server.url: args.model}, attempts=1)  # rows of two attempts would add up
-        budget = args.budget and int(args.budget * 2**30) // args.share[1]
         given = pool, RowReader(scratch), loaded, samples, missing, writer, args.concurrency
         asyncio.run(capture_shards(*given, budget))
 

@@ -20,10 +20,10 @@ from sglang_hyperdflash.draft.checkpoint import expected_tensors
 from sglang_hyperdflash.draft.config import load_config, parse_config
 from sglang_hyperdflash.targets.files import drafter_folder
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.deal import deal
+from sglang_hyperdflash.training.deal import deal, sample_rows
 from sglang_hyperdflash.training.objective import Objective
 from sglang_hyperdflash.training.recipe import Stage, read_schedule
-from sglang_hyperdflash.training.replay import ANCHORS
+from sglang_hyperdflash.training.replay import ANCHORS, GROUP
 
 # Operations of attention, forward and backward, relative to the forward pass: a flash backward pass
 # has 2.5 times as many.
@@ -31,8 +31,8 @@ ATTENTION_PASSES = 3.5
 TOKEN_BYTES = SCALE_BYTES = 4
 # Of a checkpoint: an fp32 weight and its two moments. Bytes/s that a GPU copies to its host.
 PARAMETER_BYTES, COPY_RATE = 12, 10e9
-# Samples that ``Replay.measure`` replays together; batches of which means are taken.
-GROUP, DRAWS = 8, 30
+# Batches of which means are taken.
+DRAWS = 30
 # Tokens of a conversation, and of its answer.
 Length = tuple[int, int]
 
@@ -140,10 +140,10 @@ def step_operations(
     args: argparse.Namespace, raw: dict[str, Any], objective: Objective, stage: Stage, gpus: int
 ) -> float:
     """Return the mean operations of a step on the GPU that has most of them."""
-    total, block = 0.0, raw["block_size"]
+    total = 0.0
     operations = partial(batch_operations, raw, objective, stage.anchors)
     for batch in drawn(args, stage.batch):
-        rows = [tokens + block * min(stage.anchors, answer) for tokens, answer in batch]
+        rows = [sample_rows(*size, stage.anchors, raw["block_size"]) for size in batch]
         shares = deal(rows, gpus, stage.micro_batch)
         total += max(sum(operations([batch[i] for i in p]) for p in share) for share in shares)
     return total / DRAWS

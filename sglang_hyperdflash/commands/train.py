@@ -258,7 +258,7 @@ def open_store(folders: tuple[str, ...], window: int | None) -> StoreReader:
             the drafter's.
     """
     for folder in folders:
-        for data in filter(None, data_sets(Path(folder))):
+        for data in filter(None, data_sets(Path(folder)).values()):
             if data.window is not None and (window is None or window > data.window):
                 raise HyperDFlashConfigError(
                     f"{folder} was captured with --window {data.window}; the drafter's window is "

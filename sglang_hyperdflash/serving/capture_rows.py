@@ -127,16 +127,16 @@ class RowReader:
         Raises:
             HyperDFlashError: rows were dropped, or are missing when all that came is written.
         """
-        found, more, failed = 0, True, ""
-        while found < count and more and not failed:
+        held, more, failed = 0, True, ""
+        while held < count and more and not failed:
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self.look())
             more, failed = await asyncio.shield(self._looking)
-            found = sum(map(len, self._parts.get(rid, {}).values()))
-        if found != count:
+            held = sum(map(len, self._parts.get(rid, {}).values()))
+        if held != count:
             raise HyperDFlashError(
                 f"expected {count} residual rows of a conversation in {self.folder}, found "
-                f"{found}; {failed}{shutil.disk_usage(self.folder).free / 2**20:.0f} MiB are free "
+                f"{held}; {failed}{shutil.disk_usage(self.folder).free / 2**20:.0f} MiB are free "
                 "there. On a full disk, free space or set TMPDIR, and repeat the command: finished "
                 "shards are kept. Else SGLang has changed: run `hyperdflash check`."
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,7 @@ from tqdm import tqdm
 
 from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training.checkpoints import read_state
-from sglang_hyperdflash.training.process_group import POLL
+from sglang_hyperdflash.training.checkpoints import check_state
 from sglang_hyperdflash.training.samples import Passes
 from sglang_hyperdflash.training.store.manifest import USED
 from sglang_hyperdflash.training.store.stream import PortionReader
@@ -34,7 +32,7 @@ class BudgetTrainer(Trainer):
 
     def __init__(self, *given: Any, say: Callable[[str], None] = tqdm.write, **named: Any) -> None:
         self._shown: list[int] | None = None
-        self._say = say
+        self._say, self._waiting = say, False
         super().__init__(*given, **named)
         self.state.setdefault("portion", [0, 0])
         if self.state.setdefault("steps", self.recipe.steps) != self.recipe.steps:
@@ -57,28 +55,30 @@ class BudgetTrainer(Trainer):
             self._save_state()
             self.checkpoints.wait()
             path = self.folder / f"state-{self.state['step']}"
-            share = self.world.rank, self.world.size
-            read_state(path, self._tensors(), share=share)  # is it whole?
-            self._agreed()  # everyone's share is
+            check_state(path, (self.world.rank, self.world.size))
+            self._agreed()  # everyone's share is whole
             used = {self.train.data.digest: end}
             self.world.on_main(lambda: write_json(self.train.folder / USED, used))
             start = end
         elif self._shown == [start, end]:
             return
-        waiting = False
-        while (end := self.train.show(start, self.world)) is None:
-            if self.world.is_main and not waiting:
+        self._waiting = False
+        self.wait_until(lambda: self._show(start))
+
+    def _show(self, start: int) -> bool:
+        """Show the portion from a position on; False where it is not captured yet."""
+        end = self.train.show(start, self.world)
+        if end is None:
+            if self.world.is_main and not self._waiting:
                 self._say(
                     f"waiting for `hyperdflash capture`: {self.train.folder} lacks samples from "
                     f"{start} on"
                 )
-            waiting = True
-            self._agreed()
-            if self.stopping:
-                return
-            time.sleep(POLL)
+            self._waiting = True
+            return False
         self.state["portion"] = self._shown = [start, end]
         self._shares.cache_clear()
         seed, first = self.recipe.seed + start, self._step_at(start)
         self.passes = Passes(self.train.counts, self.recipe.batch, seed, first=first)
         self.horizon = self._step_at(end)
+        return True

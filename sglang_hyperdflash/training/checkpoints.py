@@ -11,9 +11,10 @@ import json
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,25 +57,40 @@ def read_state(
     Raises:
         HyperDFlashConfigError: a file is damaged, or a tensor is missing.
     """
-    try:
-        with warnings.catch_warnings(action="ignore"):  # that a single process is meant
-            reader = dcp.FileSystemReader(path)
-            metadata = reader.read_metadata()
-            if into is None:
-                entries = metadata.state_dict_metadata.items()
-                into = {
-                    name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                    for name, entry in entries
-                    if name.startswith(begin) and name != FACTS
-                }
-            state = {**into, FACTS: ""}
-            stored = [e for index, e in metadata.storage_data.items() if index.fqn in state]
-            _check_crc(path, stored[share[0] :: share[1]])
-            planner = dcp.DefaultLoadPlanner(
-                flatten_state_dict=False, flatten_sharded_tensors=False
-            )
-            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    with _checked(path), warnings.catch_warnings(action="ignore"):  # that one process is meant
+        reader = dcp.FileSystemReader(path)
+        metadata = reader.read_metadata()
+        if into is None:
+            entries = metadata.state_dict_metadata.items()
+            into = {
+                name: torch.empty(entry.size, dtype=entry.properties.dtype)
+                for name, entry in entries
+                if name.startswith(begin) and name != FACTS
+            }
+        state = {**into, FACTS: ""}
+        stored = [e for index, e in metadata.storage_data.items() if index.fqn in state]
+        _check_crc(path, stored[share[0] :: share[1]])
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
         return json.loads(state.pop(FACTS)), state
+
+
+def check_state(path: Path, share: tuple[int, int]) -> None:
+    """Check a process's share of a checkpoint's CRC-32s, and read no tensor.
+
+    Raises:
+        HyperDFlashConfigError: a file is damaged.
+    """
+    with _checked(path):
+        stored = list(dcp.FileSystemReader(path).read_metadata().storage_data.values())
+        _check_crc(path, stored[share[0] :: share[1]])
+
+
+@contextmanager
+def _checked(path: Path) -> Iterator[None]:
+    """Raise ``HyperDFlashConfigError`` for whatever reading a checkpoint raises."""
+    try:
+        yield
     except (Exception, CheckpointException) as error:
         raise HyperDFlashConfigError(
             f"{path} is damaged: {_reason(error)}. Remove it and run the same command to resume "
@@ -122,11 +138,6 @@ class Checkpoints:
                 shutil.rmtree(old) if whole.is_dir() else old.rename(whole)
         # Of the last one: file systems of other nodes may show names late.
         self.step = max(map(step_of, saved_states(folder)), default=None)
-
-    @property
-    def saved(self) -> list[Path]:
-        """The whole ones, the last step's last."""
-        return saved_states(self.folder)
 
     def save(
         self,
@@ -183,7 +194,7 @@ class Checkpoints:
             path.rename(old)
         partial.replace(path)
         shutil.rmtree(old, ignore_errors=True)
-        for old in self.saved[: -self.keep]:
+        for old in saved_states(self.folder)[: -self.keep]:
             if not best or step_of(old) != best:
                 shutil.rmtree(old)
 

@@ -20,6 +20,15 @@ def check_batch(batch: int, size: int) -> None:
         )
 
 
+def sample_rows(tokens: int, answers: int, anchors: int, block: int) -> int:
+    """What a sample costs in a micro batch of its own: rows of the drafter's layers, at least 1.
+
+    Args:
+        tokens, answers: of the sample, and those that are answers. anchors: the most blocks drawn.
+    """
+    return max(1, tokens + block * min(anchors, answers))
+
+
 def deal(rows: Sequence[int], size: int, most: int) -> list[list[list[int]]]:
     """The micro batches of every process, as indices into ``rows``; all get equally many.
 
@@ -27,8 +36,8 @@ def deal(rows: Sequence[int], size: int, most: int) -> list[list[list[int]]]:
     The costliest go first, each to the process with the least work so far.
 
     Args:
-        rows: of every sample, what it costs in a micro batch of its own, at least 1; a micro batch
-            costs its largest sample's rows times the number of its samples.
+        rows: of every sample (:func:`sample_rows`); a micro batch costs its largest sample's rows
+            times the number of its samples.
         size: processes; it divides the number of samples.
         most: samples of a micro batch.
     """

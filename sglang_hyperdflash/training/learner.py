@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.training.drafter import Drafter, write_drafter
 from sglang_hyperdflash.training.judge import LEAST, Comparison, compare, is_better
-from sglang_hyperdflash.training.process_group import POLL, ProcessGroup
+from sglang_hyperdflash.training.process_group import ProcessGroup
 from sglang_hyperdflash.training.recipe import Policy, Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import generator_seed
@@ -124,7 +123,7 @@ class Learner(Trainer):
     def run(self, out: Path, display=None) -> None:
         """See :meth:`Trainer.run`."""
         # Where a run goes on that is killed between its first version and its first checkpoint.
-        if not self.checkpoints.saved:
+        if self.checkpoints.step is None:
             self._save_state()
             self.checkpoints.wait()
         super().run(out, display)
@@ -148,11 +147,7 @@ class Learner(Trainer):
 
     def after_checkpoint(self) -> None:
         """Look at the store again; wait for new samples where the old ones were drawn enough."""
-        while not self._refresh():
-            self._agreed()
-            if self.stopping:
-                return  # the state was just saved
-            time.sleep(POLL)
+        self.wait_until(self._refresh)
 
     def _refresh(self) -> bool:
         self.train.refresh(self.world)
@@ -207,9 +202,7 @@ class Learner(Trainer):
 
         number = self.world.on_main(publish_better)
         record |= {} if number is None else {"published": number}
-        self.records.append(record)
-        records = list(self.records)
-        self._save_state(lambda: self._write_log(records))
+        self._save_record(record)
         self.say(verdict(record))
 
 

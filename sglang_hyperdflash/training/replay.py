@@ -21,6 +21,7 @@ from sglang_hyperdflash.training.vocabulary import bf16_products, vocabulary_log
 # Blocks whose logits are in memory at a time, and blocks of an answer that attend at a time: memory
 # grows with an answer's length, not with its square.
 BLOCKS, ANCHORS = 256, 128
+GROUP = 8  # samples that are padded together
 
 
 def check_whole_blocks(samples: Sequence[Sample], block_size: int, name: str) -> None:
@@ -176,7 +177,7 @@ class Replay:
         source: Source,
         *,
         sampled: bool = False,
-        batch: int = 8,
+        batch: int = GROUP,
         world: ProcessGroup | None = None,
     ) -> tuple[torch.Tensor, float]:
         """Replay the answers as a server would, reading their states once.

@@ -21,10 +21,10 @@ from sglang_hyperdflash.tools.atomic import write_text
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
 from sglang_hyperdflash.tools.process_group import sigterm_noted
 from sglang_hyperdflash.training.checkpoints import Checkpoints, read_state, saved_states
-from sglang_hyperdflash.training.deal import check_batch, deal
+from sglang_hyperdflash.training.deal import check_batch, deal, sample_rows
 from sglang_hyperdflash.training.drafter import Drafter, write_drafter
 from sglang_hyperdflash.training.objective import Blocks, denominators, sums
-from sglang_hyperdflash.training.process_group import ProcessGroup
+from sglang_hyperdflash.training.process_group import POLL, ProcessGroup
 from sglang_hyperdflash.training.recipe import Recipe
 from sglang_hyperdflash.training.replay import Replay
 from sglang_hyperdflash.training.samples import (
@@ -172,10 +172,10 @@ class Trainer:
 
         Which run together changes no gradient.
         """
-        indices, block = self.passes.batch(step), self.drafter.config.block_size
-        blocks = self.train.answers[indices].clamp(max=self.recipe.anchors)
-        # Rows of the drafter's layers.
-        rows = (self.train.lengths[indices] + block * blocks).clamp(min=1).tolist()
+        indices = self.passes.batch(step)
+        limits = self.recipe.anchors, self.drafter.config.block_size
+        sizes = (x[indices].tolist() for x in (self.train.lengths, self.train.answers))
+        rows = [sample_rows(*size, *limits) for size in zip(*sizes, strict=True)]
         shares = deal(rows, self.world.size, self.recipe.micro_batch)
         return [[[(i, indices[i]) for i in part] for part in share] for share in shares]
 
@@ -193,6 +193,14 @@ class Trainer:
         ).tolist()
         self.stopping = self.stopping or asked > 0
         return sums
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Ask again and again until it is so, or a process was asked to stop."""
+        while not ready():
+            self._agreed()
+            if self.stopping:
+                return
+            time.sleep(POLL)
 
     def accumulate(self, report: Report) -> torch.Tensor | None:
         """Gradients of one global batch, summed over micro batches and processes.
@@ -370,15 +378,20 @@ class Trainer:
 
     def _checkpoint(self, out: Path, record: dict[str, Any]) -> None:
         """Begin to write a checkpoint, and what of it is served if it is the best."""
+        if record["score"] is not None and record["score"] <= self.best["score"]:
+            return self._save_record(record)
+        self.best = record
+        served = self.drafter.served_tensors() if self.world.is_main else {}
+        self._save_record(record, lambda: write_drafter(out, self.drafter.raw, served))
+
+    def _save_record(self, record: dict[str, Any], then: Callable[[], None] | None = None) -> None:
+        """Begin to write a checkpoint with one more record, and the log after ``then``."""
         self.records.append(record)
         records = list(self.records)
-        better = record["score"] is None or record["score"] > self.best["score"]
-        self.best = record if better else self.best
-        served = self.drafter.served_tensors() if better and self.world.is_main else {}
 
         def write() -> None:
-            if better:
-                write_drafter(out, self.drafter.raw, served)
+            if then is not None:
+                then()
             self._write_log(records)
 
         self._save_state(write)

@@ -3,12 +3,15 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
+from typing import Any
 
 import pytest
 import requests
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
+from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import Server
+from tests.conftest import ROOT
 from tests.waiting import PATIENCE
 
 # The tiny target is sure of itself: at temperature 1 nearly every draw is its argmax. Here it has
@@ -211,3 +214,10 @@ def is_idle(server: Server) -> bool:
     """No request is running or waiting."""
     loads = requests.get(f"{server.url}/v1/loads", timeout=PATIENCE).json()["loads"]
     return all(load["num_running_reqs"] + load["num_waiting_reqs"] == 0 for load in loads)
+
+
+def add_result(name: str, case: str, result: dict[Any, Any]) -> None:
+    """Add a case's result to those of other runs, in ``build/NAME.json``."""
+    path = ROOT / "build" / f"{name}.json"
+    results = json.loads(path.read_text()) if path.is_file() else {}
+    write_json(path, results | {case: result}, indent=1)

@@ -3,7 +3,6 @@
 Not in CI: it needs Mooncake's CPU build and libibverbs (``make pd-test``).
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +19,8 @@ from sglang_hyperdflash.draft.published import current, publish
 from sglang_hyperdflash.serving.scheduler.metrics import DRAFTER
 from sglang_hyperdflash.serving.settings import COPY, POOL_RATIO
 from sglang_hyperdflash.tools.acceptance import counters
-from sglang_hyperdflash.tools.atomic import write_json
 from sglang_hyperdflash.tools.server_process import Server, free_port, hyperdflash_arguments
-from tests.conftest import ROOT
-from tests.engine.asking import payloads, samples
+from tests.engine.asking import add_result, payloads, samples
 from tests.engine.conftest import (
     FP32,
     NEW_TOKENS,
@@ -162,9 +159,7 @@ def test_acceptance_catches_up_with_an_aggregated_server(pair, servers, target_d
     servers.stop("pd-alone")
     assert lengths[16]["disaggregated"] < lengths[16]["aggregated"]
     assert lengths[256]["disaggregated"] > 0.9 * lengths[256]["aggregated"]
-    path = ROOT / "build" / "disaggregation.json"
-    results = json.loads(path.read_text()) if path.is_file() else {}
-    write_json(path, results | {pair.name: lengths}, indent=1)
+    add_result("disaggregation", pair.name, lengths)
 
 
 def test_both_nodes_take_what_is_published(pair, own_prompts, own_reference, tmp_path):

@@ -165,7 +165,7 @@ class Manifest:
         """Take a shard out."""
         shard = self.shards.pop(start)
         if self.data is not None:
-            self.used.append(replace(shard, spans=[]))  # nobody asks for these any more
+            self.used.append(replace(shard, spans=[]))  # no one reads these again
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -255,16 +255,16 @@ def read_shards(folder: Path) -> list[Shard]:
     return shards
 
 
-def data_sets(folder: Path) -> list[Data | None]:
-    """What each writer that has begun writes; None for a stream without an end."""
-    found = []
+def data_sets(folder: Path) -> dict[Path, Data | None]:
+    """What each writer that has begun writes, by its manifest; None for an endless stream."""
+    every: dict[Path, Data | None] = {}
     for path in sorted((folder / MANIFESTS).glob("*.jsonl")):
         with path.open("rb") as file:
             line = file.readline()
         if line.endswith(b"\n"):
             data = parse(line, f"{path}:1").get("data")
-            found.append(None if data is None else Data(**data))
-    return found
+            every[path] = None if data is None else Data(**data)
+    return every
 
 
 def budgeted(folder: Path) -> Data | None:
@@ -273,7 +273,7 @@ def budgeted(folder: Path) -> Data | None:
     Raises:
         HyperDFlashConfigError: it holds other samples, too.
     """
-    every = set(data_sets(folder))
+    every = set(data_sets(folder).values())
     limited = [data for data in every if data is not None and data.budget]
     if limited and len(every) > 1:
         raise HyperDFlashConfigError(

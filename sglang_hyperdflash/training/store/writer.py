@@ -27,6 +27,7 @@ from sglang_hyperdflash.training.store.manifest import (
     Identity,
     Manifest,
     Shard,
+    data_sets,
     manifests,
     settings_of,
     shard_files,
@@ -87,15 +88,15 @@ class StoreWriter:
         Raises:
             HyperDFlashConfigError: it began another one, or another writer cuts this one otherwise.
         """
-        for manifest in manifests(self.folder):
-            known, same = manifest.data, manifest.path == self._own.path
+        for path, known in data_sets(self.folder).items():
+            same = path == self._own.path
             if known not in (None, data) and (same or known.digest == data.digest):
                 now = vars(data).items()
                 changed = [
                     f"{k} was {vars(known)[k]}, now {v}" for k, v in now if vars(known)[k] != v
                 ]
                 raise HyperDFlashConfigError(
-                    f"{manifest.path} is of another data set, or of the same one cut otherwise: "
+                    f"{path} is of another data set, or of the same one cut otherwise: "
                     f"{'; '.join(changed)}. Repeat with the data and the options of before, or "
                     "give another store."
                 )
@@ -213,7 +214,8 @@ class StoreWriter:
         for shard in shards:
             self._lines.append({"dropped": shard.start})
             self._own.drop(shard.start)
-        self._lines.flush()  # before the files are gone
+        if shards:
+            self._lines.flush()  # before the files are gone
         for shard in shards:
             self._unlink(shard.file)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_hyperdflash.tools.errors import HyperDFlashConfigError
-from sglang_hyperdflash.training import budgeted as budgeted_module
+from sglang_hyperdflash.training import trainer as trainer_module
 from sglang_hyperdflash.training.budgeted import BudgetTrainer
 from sglang_hyperdflash.training.cached import identity_of
 from sglang_hyperdflash.training.process_group import ProcessGroup
@@ -31,7 +31,7 @@ RECIPE = Recipe(
 @pytest.fixture(scope="module", autouse=True)
 def _no_pauses():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budgeted_module, "POLL", 0.01)
+        patch.setattr(trainer_module, "POLL", 0.01)
         yield
 
 
